@@ -89,9 +89,7 @@ class FrameNotFoundError(TieredCacheError, KeyError):
 class TierError(TieredCacheError):
     """A tier failed; `retryable` says whether the same call can succeed later. `__cause__` is the tier's own."""
 
-    def __init__(
-        self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = False
-    ) -> None:
+    def __init__(self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = False) -> None:
         super().__init__(message, key, tier)
         self.args = (message, key, tier, retryable)
         self.retryable = retryable
@@ -100,9 +98,7 @@ class TierError(TieredCacheError):
 class DeadlineError(TierError):
     """A call did not end by its deadline."""
 
-    def __init__(
-        self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = True
-    ) -> None:
+    def __init__(self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = True) -> None:
         super().__init__(message, key, tier, retryable)
 
 
