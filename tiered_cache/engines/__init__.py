@@ -1,0 +1,1 @@
+"""Engines: whatever computes sequences and owns their state on a device."""
