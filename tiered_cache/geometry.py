@@ -73,8 +73,13 @@ class ArraySpec:
         return math.prod(self.shape)
 
     @property
+    def storage(self) -> np.dtype[np.generic]:
+        """The NumPy dtype that holds the bit patterns."""
+        return storage_dtype(self.dtype)
+
+    @property
     def bytes(self) -> int:
-        return self.elements * storage_dtype(self.dtype).itemsize
+        return self.elements * self.storage.itemsize
 
 
 @dataclass(frozen=True, slots=True)

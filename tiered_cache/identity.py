@@ -7,7 +7,6 @@ never the interpreter's `hash()`: processes with other hash seeds, and other Pyt
     h(0)       = H("root", namespace)
     h(i + 1)   = H("block", h(i), tokens of block i as u32 little-endian, extra keys of block i)
     tail(n)    = H("tail", h(n // B), tokens of the partial block, its extra keys)    for n not a multiple of B
-    private(p) = H("private", p, lineage)                                              a sequence's own copy of p
 
 `extra keys` are what decides a block's state besides its token ids: the digests of the media that fall into it.
 """
@@ -41,6 +40,7 @@ _GROUP = re.compile(r"[a-z][a-z0-9]{0,31}(?:\.[0-9]{1,10})?")
 _PATH = re.compile(
     r"(?P<namespace>[0-9a-f]{64})/(?P<fan>[0-9a-f]{2})/(?P<prefix>[0-9a-f]{64})-(?P<parent>[0-9a-f]{64})"
     r"-(?P<group>[a-z][a-z0-9.]{0,42})-(?P<tokens>[0-9]{1,10})-(?P<rank>[0-9]{1,5})"
+    r"(?:-(?P<private>[0-9a-f]{16}))?"
 )
 
 
@@ -144,11 +144,6 @@ def namespace_of(identity_digest: bytes, geometry_fingerprint: bytes) -> bytes:
     return tagged_hash("namespace", identity_digest, geometry_fingerprint)
 
 
-def private_hash(prefix: bytes, lineage: int) -> bytes:
-    """The prefix hash of one lineage's own copy of a block, for a sequence that must get back its very bytes."""
-    return tagged_hash("private", prefix, _U64.pack(lineage))
-
-
 @dataclass(slots=True)
 class PrefixChain:
     """The block hashes of one token list; grows with it, and costs nothing per token between block ends.
@@ -190,6 +185,11 @@ class PrefixChain:
             return self._hashes[block]
         return tail_hash(self._hashes[block], self.tokens[tokens - tail : tokens], self.extra_keys.get(block, ()))
 
+    def key(self, group: str, tokens: int, rank: int, private: int = 0) -> FrameKey:
+        """The key of the frame of `group` that ends at `tokens`."""
+        parent = self._hashes[(tokens - 1) // self.block_tokens]
+        return FrameKey(self.namespace, self.prefix_hash(tokens), parent, group, tokens, rank, private)
+
     def extend(self, tokens: Tokens) -> None:
         """Append tokens: shape [k], uint32."""
         self.tokens = np.concatenate((self.tokens, tokens))
@@ -215,7 +215,8 @@ class FrameKey:
     """The name of one frame: one group's state over one block, or one checkpoint, of one shard.
 
     `prefix` is the hash of everything up to `tokens`; `parent` the hash of the block end before it, so that names
-    alone rebuild the tree of prefixes.
+    alone rebuild the tree of prefixes. `private` is 0 for a frame that every sequence with this prefix may use, and
+    else the lineage of the one suspended sequence that must get back its very own bytes.
     """
 
     namespace: bytes
@@ -224,6 +225,7 @@ class FrameKey:
     group: str
     tokens: int
     rank: int = 0
+    private: int = 0
 
     def path(self) -> str:
         """The name under which every tier keeps the frame: lower-case hex, digits, `-`, `.` and `/` alone."""
@@ -245,6 +247,7 @@ class FrameKey:
             match["group"],
             int(match["tokens"]),
             int(match["rank"]),
+            int(match["private"] or "0", 16),
         )
         if key.path() != path:  # leading zeros, another fan-out directory
             raise IdentityError("not the canonical form of a frame's path", path)
@@ -268,5 +271,7 @@ class FrameKey:
             problems.append(f"tokens {self.tokens} is outside 1 .. 2**32 - 1")
         if not 0 <= self.rank < RANKS_MAX:
             problems.append(f"rank {self.rank} is outside 0 .. {RANKS_MAX - 1}")
+        if not 0 <= self.private < 1 << 64:
+            problems.append(f"private {self.private} is outside 0 .. 2**64 - 1")
         if problems:
             raise IdentityError("; ".join(problems))

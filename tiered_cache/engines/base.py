@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tiered_cache.errors import StateError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import Identity, Tokens
 
@@ -94,6 +95,16 @@ class Engine(ABC):
         `StateError` for any other; `out` is then undefined and the sequence as it was.
         """
 
+    def sampler_state(self, sequence: int) -> bytes:
+        """What a resumed sequence needs besides its state to go on as if it had never moved; opaque to the cache."""
+        del sequence
+        return b""
+
+    def load_sampler_state(self, sequence: int, state: bytes) -> None:
+        """Take over what `sampler_state` gave on the worker that the sequence left. Raises `StateError` if it cannot."""
+        if state:
+            raise StateError(f"sequence {sequence}: this engine keeps no sampler state, and got {len(state)} bytes")
+
     @abstractmethod
     def release(self, sequence: int) -> None:
         """Free the sequence's device memory and its staged checkpoints. Idempotent."""
@@ -111,8 +122,12 @@ class ComputingEngine(Engine):
         """Compute the state of further tokens: shape [k], uint32. Raises `CapacityError` before any is computed."""
 
     @abstractmethod
+    def output(self, sequence: int) -> int:
+        """64 bits of what the model would emit now, a function of every byte of the state. Changes nothing."""
+
+    @abstractmethod
     def next_token(self, sequence: int) -> int:
-        """The token that the model would emit now: a function of every byte of the state. Changes nothing."""
+        """The token that the model would emit now: `output` reduced to the vocabulary. Changes nothing."""
 
     @abstractmethod
     def digest(self, sequence: int) -> str:
