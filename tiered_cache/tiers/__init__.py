@@ -1,0 +1,1 @@
+"""Places that hold frames: host memory, disk, object store; all of them a `base.Tier`."""
