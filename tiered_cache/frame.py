@@ -20,8 +20,8 @@ The meta is one msgpack array in canonical form: packing what was unpacked gives
     [namespace bin 32, prefix bin 32, parent bin 32, group str, tokens, rank, private,     the frame's key
      identity digest bin 32, geometry fingerprint bin 32, start, stop,                     whose rows, of which span
      lineage,                                                                              the computation they are of
-     [[name str, dtype str, [size of every axis], codec, stored bytes, [chunk bytes]], ...],
-     bin 8 n]                                                   u64 xxh3_64 of the stored bytes of each of n sections
+     [[name str, dtype str, [size of every axis], codec, stored bytes, bin 4 c], ...],      u32 sizes of c chunks
+     bin 8 n]                                                  u64 xxh3_64 of the stored bytes of each of n sections
 
 The namespace is the digest of identity and geometry, `stop` equals the key's `tokens`. A section holds one array in C
 order, of the storage dtype of its dtype name, stored by its codec (`tiered_cache.codecs`). Sections lie in the order
@@ -77,8 +77,7 @@ _HEADER = struct.Struct("<8sIIQQQ16s")
 _U64 = struct.Struct("<Q")
 _ZEROS = bytes(ALIGNMENT_LARGE)
 _META_TYPES = (bytes, bytes, bytes, str, int, int, int, bytes, bytes, int, int, int, tuple, bytes)
-_ROW_TYPES = (str, str, tuple, int, int, tuple)
-_ITEMS_MAX = 1 << 16  # of one array in the meta: an unpacker allocates it before it has seen the items
+_ROW_TYPES = (str, str, tuple, int, int, bytes)
 _NAME_CHARACTERS_MAX = 256
 _AXES_MAX = DIMENSIONS_MAX + 2  # layers, tokens
 _STEP_BYTES = 1 << 20  # copies are hashed in steps of this size, while they are in the cache
@@ -222,7 +221,7 @@ def encode(frame: Frame, geometry: Geometry, mode: Mode) -> EncodedFrame:
     start, stop = geometry.span(key.group, key.tokens)
     fingerprint = geometry.fingerprint()
     rows = [
-        (c.name, c.array.dtype, c.array.shape, e.codec.number, e.stored_bytes, e.chunk_bytes)
+        (c.name, c.array.dtype, c.array.shape, e.codec.number, e.stored_bytes, _pack_sizes(e.chunk_bytes))
         for c, e in zip(contents, encoded, strict=True)
     ]
     values = (
@@ -459,7 +458,12 @@ def _read_header(view: memoryview, actual_bytes: int | None) -> FrameHeader:
     if len(checksums) != _U64.size * len(rows):
         raise FrameError(f"{len(checksums)} bytes of checksums for {len(rows)} sections")
     for row in rows:
-        if not isinstance(row, tuple) or tuple(map(type, row)) != _ROW_TYPES or {*map(type, row[2] + row[5])} - {int}:
+        if (
+            type(row) is not tuple
+            or tuple(map(type, row)) != _ROW_TYPES
+            or {*map(type, row[2])} - {int}
+            or len(row[5]) % 4
+        ):
             raise FrameError("a row of the section table is not one")
     due_offset, offsets, due_bytes = _positions(size, [row[4] for row in rows])
     if (data_offset, total_bytes) != (due_offset, due_bytes):
@@ -471,8 +475,8 @@ def _read_header(view: memoryview, actual_bytes: int | None) -> FrameHeader:
         (start, stop),
         lineage,
         tuple(
-            Section(name, ArraySpec(dtype, shape), codec_of(number), stored_bytes, chunk_bytes, offset)
-            for (name, dtype, shape, number, stored_bytes, chunk_bytes), offset in zip(rows, offsets, strict=True)
+            Section(name, ArraySpec(dtype, shape), codec_of(number), stored_bytes, _unpack_sizes(sizes), offset)
+            for (name, dtype, shape, number, stored_bytes, sizes), offset in zip(rows, offsets, strict=True)
         ),
         struct.unpack(f"<{len(rows)}Q", checksums),
         size,
@@ -483,12 +487,20 @@ def _read_header(view: memoryview, actual_bytes: int | None) -> FrameHeader:
     return header
 
 
+def _pack_sizes(chunk_bytes: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(chunk_bytes)}I", *chunk_bytes)
+
+
+def _unpack_sizes(sizes: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(sizes) // 4}I", sizes)
+
+
 def _unpack_canonical(meta: memoryview) -> object:
     try:
         values = msgpack.unpackb(
             meta,
             use_list=False,
-            max_array_len=_ITEMS_MAX,
+            max_array_len=PARTS_MAX,  # an unpacker allocates an array before it has seen its items
             max_map_len=0,
             max_ext_len=0,
             max_str_len=_NAME_CHARACTERS_MAX * 4,
