@@ -13,6 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
+from tiered_cache.config import parse_size
+from tiered_cache.errors import ConfigError
+from tiered_cache.tiers.directory import Directory
+
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT.parent / "shared" / "crds"
 KUBERAY = ROOT / "deploy" / "kuberay"
@@ -28,9 +32,9 @@ def load(path: Path) -> Json:
 
 
 def quantity_bytes(text: str | int) -> int:
-    """A Kubernetes quantity such as 10Gi, or the same size as the command line writes it, 10GiB."""
-    match = re.fullmatch(r"(\d+)(?:([KMGT])i)?B?", str(text))
-    assert match, f"not a size in bytes: {text!r}"
+    """A Kubernetes quantity such as 10Gi."""
+    match = re.fullmatch(r"(\d+)(?:([KMGT])i)?", str(text))
+    assert match, f"not a quantity of bytes: {text!r}"
     return int(match[1]) << {None: 0, "K": 10, "M": 20, "G": 30, "T": 40}[match[2]]
 
 
@@ -113,16 +117,21 @@ def test_node_has_room_for_what_the_job_asks_of_it(group: Json) -> None:
     shared_memory = size[mount["/dev/shm"]]
     object_store = int(group["rayStartParams"]["object-store-memory"])
     assert object_store < shared_memory
-    assert shared_memory + quantity_bytes(option("--host-bytes")) + RAY_AND_ACTORS_BYTES <= quantity_bytes(
-        limits["memory"]
-    )
+    assert shared_memory + parse_size(option("--host-bytes")) + RAY_AND_ACTORS_BYTES <= quantity_bytes(limits["memory"])
     assert container["resources"]["requests"]["memory"] == limits["memory"], "an over-committed node kills the tier"
 
-    disk_dir = Path(option("--disk-dir"))
-    volume = size[mount[str(disk_dir.parent)]]
-    assert not disk_dir.is_relative_to("/tmp")
-    assert quantity_bytes(option("--disk-bytes")) < volume < quantity_bytes(limits["ephemeral-storage"])
+    (volume,) = (size[name] for path, name in mount.items() if Path(option("--disk-dir")).is_relative_to(path))
+    assert parse_size(option("--disk-bytes")) < volume < quantity_bytes(limits["ephemeral-storage"])
     assert container["readinessProbe"]["httpGet"]["path"] == "/api/healthz"
+
+
+def test_disk_tier_accepts_its_place_below_the_volume(tmp_path: Path) -> None:
+    """Kubernetes gives the root of an emptyDir to everyone, and to the pod's group: mode 2777."""
+    tmp_path.chmod(0o2777)
+    below = Path(option("--disk-dir")).relative_to("/var/lib/tiered-cache")
+    Directory(tmp_path / below).close()
+    with pytest.raises(ConfigError, match="mode 2777"):
+        Directory(tmp_path / "frames")
 
 
 def test_job_runs_the_replay_on_the_cluster_beside_it() -> None:

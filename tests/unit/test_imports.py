@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CORE = {"errors", "identity", "geometry"}
 FRAMES = CORE | {"codecs", "frame"}
-NODE = FRAMES | {"tiers", "index", "policy", "config", "metrics", "cache"}
+NODE = FRAMES | {"tiers", "prefix_tree", "index", "policy", "config", "metrics", "cache"}
 ENGINES = {"devices", "states", "engines"}
 
 # Unit of tiered_cache -> the other units it may import, at any depth of nesting in its code.
@@ -27,10 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "codecs": CORE,
     "frame": CORE | {"codecs"},
     "devices": {"errors", "geometry"},
-    "states": {"errors", "geometry", "devices"},
+    "states": CORE | {"devices"},
     "tiers": {"errors"},  # a tier never learns what a frame is
-    "index": CORE,
-    "policy": CORE,
+    "prefix_tree": CORE,
+    "index": CORE | {"prefix_tree"},
+    "policy": CORE | {"prefix_tree"},
     "config": CORE,
     "metrics": {"errors"},
     "cache": NODE - {"cache"},
