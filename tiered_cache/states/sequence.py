@@ -42,6 +42,7 @@ __all__ = [
     "SequenceState",
     "StagedCheckpoint",
     "StatePool",
+    "StateSet",
 ]
 
 FrameName = tuple[str, int]
@@ -63,25 +64,19 @@ class SequenceState:
     holds them to lockstep and moves the cursor last.
     """
 
-    def __init__(
-        self, pool: StatePool, capacity_tokens: int, *, states: StateSet | None = None, tokens: int = 0
-    ) -> None:
-        """Room for `capacity_tokens` in the fixed buffers; KV pages are taken as rows come. Raises `CapacityError`.
+    def __init__(self, states: StateSet, tokens: int = 0) -> None:
+        """A sequence over `states`, which it owns from now on: new ones, or what a restoration built at `tokens`.
 
-        `states` at `tokens`: what a restoration built; a new sequence is empty.
+        Raises `LockstepError` if they stand elsewhere.
         """
-        self.pool = pool
-        self.layout = pool.layout
-        self.geometry = pool.geometry
-        self.device = pool.device
-        self.capacity_tokens = capacity_tokens
-        self._states = states or StateSet(pool, capacity_tokens)
+        states.check_lockstep(tokens)
+        self.pool = states.pool
+        self.geometry = states.pool.geometry
+        self._states = states
         self._tokens = tokens
         self._epoch = 0
         self._draft: _Draft | None = None
         self._released = False
-
-    # -- what it holds
 
     @property
     def tokens(self) -> int:
@@ -116,8 +111,6 @@ class SequenceState:
         """The live buffer of a carry, [layers, *shape]; `ple.history` is host memory."""
         self.check_live()
         return self._states.carry_state_of[part].arrays[part]
-
-    # -- growing
 
     def ensure_room_through(self, end: int) -> None:
         """Give tokens [0, end) a place in every state. Raises `CapacityError` before anything is written."""
@@ -196,8 +189,6 @@ class SequenceState:
         self._tokens = tokens
         self._epoch += 1
 
-    # -- drafts
-
     def begin_draft(self) -> None:
         """What is appended from here on can be taken back. Raises `DraftError`, `LockstepError`."""
         self.check_live()
@@ -236,8 +227,6 @@ class SequenceState:
         """Close the draft and take all of it back."""
         self.accept(0)
 
-    # -- out
-
     def export(self, group: str, tokens: int, out: Mapping[str, HostArray] | None = None) -> dict[str, HostArray]:
         """The arrays of one frame, exactly `geometry.arrays(group, tokens)`, in host memory; in `out` where given.
 
@@ -252,16 +241,17 @@ class SequenceState:
     ) -> list[dict[str, HostArray]]:
         """`export` of many frames in one synchronised batch."""
         specs = [self._exportable(group, tokens) for group, tokens in frames]
-        arrays = [host_arrays(self.device, spec) for spec in specs] if out is None else [dict(o) for o in out]
+        device = self.pool.device
+        arrays = [host_arrays(device, spec) for spec in specs] if out is None else [dict(o) for o in out]
         if out is not None:
             for spec, given in zip(specs, arrays, strict=True):
                 check_arrays(spec, given, as_destination=True)
-        stream = self.device.stream(Direction.TO_HOST)
+        stream = device.stream(Direction.TO_HOST)
         for (group, tokens), given in zip(frames, arrays, strict=True):
             start, stop = self.geometry.span(group, tokens)
             for name, array in given.items():
                 self._states.export(name, start, stop, array, stream)
-        self.device.synchronize(stream)
+        device.synchronize(stream)
         return arrays
 
     def stage(self) -> StagedCheckpoint:
@@ -286,15 +276,13 @@ class SequenceState:
         self._states.check_lockstep(self._tokens)
         return self._states.digest(self._tokens)
 
-    # -- back
-
     def restoration(self, tokens: int) -> Restoration:
         """Begin to replace this state by one at `tokens` from frames; this one stays as it is until the commit.
 
         Raises `CapacityError`, `PositionError`.
         """
         self.check_live()
-        return Restoration(self.pool, self.capacity_tokens, tokens, self)
+        return Restoration(StateSet(self.pool, self._states.capacity_tokens), tokens, self)
 
     def layer_snapshots(self, carriers: Sequence[tuple[str, int]] | None = None) -> LayerSnapshots:
         """The whole-layer blobs of all carriers. `carriers`: the (state, layer) pairs to save, all by default.
@@ -312,7 +300,7 @@ class SequenceState:
         layout, `LockstepError` unless every state stands at `snapshots.tokens`, `CapacityError`, `TokenError`.
         """
         self.check_live()
-        fresh = StateSet(self.pool, self.capacity_tokens)
+        fresh = StateSet(self.pool, self._states.capacity_tokens)
         try:
             fresh.restore_layers(snapshots)
         except BaseException:
@@ -332,8 +320,6 @@ class SequenceState:
         self._epoch += 1
         self._tokens = tokens
         old.release()
-
-    # -- ending
 
     def reset(self) -> None:
         """Back to no tokens, as a new sequence; KV pages return to the pool, an open draft is dropped."""
@@ -356,8 +342,6 @@ class SequenceState:
     def check_live(self) -> None:
         if self._released:
             raise ReleasedError("the sequence was released")
-
-    # -- within
 
     def _check_rows(self, position: int, rows: Mapping[str, Array]) -> dict[str, int]:
         """Raise unless `rows` are all row parts and can be appended; the rows of each state."""
@@ -458,30 +442,32 @@ class Restoration:
     aborts at its end unless it was committed.
     """
 
-    def __init__(self, pool: StatePool, capacity_tokens: int, tokens: int, target: SequenceState | None = None) -> None:
-        """Take room for `tokens`. On commit the state is swapped into `target`, or becomes a new sequence.
+    def __init__(self, states: StateSet, tokens: int, target: SequenceState | None = None) -> None:
+        """Build in `states`, empty ones that this owns from now on; take room for `tokens`.
 
-        Raises `CapacityError`, `PositionError` for 0 tokens; nothing is taken then.
+        On commit they are swapped into `target`, or become a new sequence. Raises `CapacityError`, `PositionError`
+        (`tokens` below 1), `LockstepError` (`states` not empty); `states` are released then.
         """
-        if tokens < 1:
-            raise PositionError(f"restore to {tokens} tokens")
-        self.pool = pool
         self.tokens = tokens
         self._target = target
-        self._states = StateSet(pool, capacity_tokens)
+        self._states = states
         self._open = True
+        self._geometry = states.pool.geometry
         try:
-            self._states.ensure_room_through(tokens)
+            if tokens < 1:
+                raise PositionError(f"restore to {tokens} tokens")
+            states.check_lockstep(0)
+            states.ensure_room_through(tokens)
         except TieredCacheError:
             self.abort()
             raise
-        size = pool.geometry.block_tokens
+        size = self._geometry.block_tokens
         frames = [
             (group.name, (block + 1) * size)
-            for group in pool.geometry.block_groups
+            for group in self._geometry.block_groups
             for block in group.blocks_needed(tokens, size)
         ]
-        if pool.geometry.needs_checkpoint(tokens):
+        if self._geometry.needs_checkpoint(tokens):
             frames.append((CHECKPOINT, tokens))
         self._came: dict[FrameName, bool] = dict.fromkeys(frames, False)
 
@@ -507,8 +493,8 @@ class Restoration:
         if came is not False:
             why = "is not needed" if came is None else "came twice"
             raise StateError(f"{group} frame at {tokens} {why} in a restore to {self.tokens}")
-        check_arrays(self.pool.specs(group, tokens), arrays)
-        start, _ = self.pool.geometry.span(group, tokens)
+        check_arrays(self._states.pool.specs(group, tokens), arrays)
+        start, _ = self._geometry.span(group, tokens)
         self._states.load(start, tokens, arrays)
         self._came[group, tokens] = True
 
@@ -527,7 +513,7 @@ class Restoration:
         self._states.settle(self.tokens)
         self._open = False
         if self._target is None:
-            return SequenceState(self.pool, self._states.capacity_tokens, states=self._states, tokens=self.tokens)
+            return SequenceState(self._states, self.tokens)
         self._target.replace(self._states, self.tokens)
         return self._target
 

@@ -46,7 +46,10 @@ class LayerSnapshots:
 
 
 class StateSet:
-    """The states that a layout has, over one booking of the pool's buffers."""
+    """The states that a layout has, over one booking of the pool's buffers: a reservation, then a sequence.
+
+    With `ensure_room_through` the pages are reserved too, so that nothing can run out between check and use.
+    """
 
     def __init__(self, pool: StatePool, capacity_tokens: int) -> None:
         """Room for `capacity_tokens` in the fixed buffers; KV pages are taken later. Raises `CapacityError`."""
