@@ -17,7 +17,8 @@ decoder sees them. A decoder writes into memory of exactly the declared size and
 
 Plane k of a section holds byte k of every little-endian element. A chunk of a plane covers 1 MiB of the section
 (the last one the rest), and its stored size says what it is: equal to the chunk's own size, the bytes as they are;
-1, one byte that the chunk repeats; anything between, a zstd frame (RFC 8878) with its content size in the header.
+1, one byte that the chunk repeats; anything between, a zstd frame (RFC 8878) with its content size in the header and
+a window of 1 MiB at most.
 
 Codecs 2 to 4 write Huffman-only zstd: sign and exponent of KV values are far from uniform, but hardly ever repeat as
 strings, so the match search costs time and gains nothing. A probe of 4 runs of 4,096 elements decides which planes

@@ -132,6 +132,7 @@ def test_flags_after_the_last_are_refused() -> None:
         zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100)),
         zstandard.compress(bytes(50)) + zstandard.compress(bytes(50)),
         zstandard.compress(bytes(100)) + b"\0",
+        b"\x28\xb5\x2f\xfd\x80\x88" + (100).to_bytes(4, "little"),  # wants a window of 128 MiB, has no blocks
         b"\x50\x2a\x4d\x18" + (8).to_bytes(4, "little") + bytes(8),  # a skippable frame
     ],
 )
