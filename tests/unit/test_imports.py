@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tiers": {"errors"},  # a tier never learns what a frame is
     "prefix_tree": CORE,
     "index": CORE | {"prefix_tree"},
-    "policy": CORE | {"prefix_tree"},
+    "policy": CORE | {"prefix_tree", "index"},  # policies read the index, which never asks a policy
     "config": CORE,
     "metrics": {"errors"},
     "cache": NODE - {"cache"},
