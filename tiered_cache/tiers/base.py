@@ -83,6 +83,17 @@ class GetRequest:
     into: memoryview | None = None
     """Writable and C-contiguous; the answer is its beginning."""
 
+    def span(self, size: int) -> tuple[int, int]:
+        """Where the answer begins in an entry of `size` bytes, and how long it is."""
+        assert self.offset >= 0
+        start = min(self.offset, size)
+        wanted = size - start
+        if self.bytes is not None:
+            wanted = min(wanted, self.bytes)
+        if self.into is not None:
+            wanted = min(wanted, self.into.nbytes)
+        return start, wanted
+
 
 GetAnswer = memoryview | FrameNotFoundError | TierError
 """Bytes, a verified absence, or an error that says nothing about absence."""
@@ -98,7 +109,7 @@ class TierEntry:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedEntry:
-    """A bad entry that is kept for inspection, under the name that it had."""
+    """A bad entry that is kept for inspection: the name that it had, and the slug of the reason."""
 
     path: str
     reason: str
@@ -171,6 +182,11 @@ class Reservation:
         self.release()
 
 
+def reason_slug(reason: str) -> str:
+    """A reason as tiers keep it with a quarantined entry: lower-case words joined by `-`, at most 24 characters."""
+    return re.sub(r"[^a-z0-9]+", "-", reason.lower()).strip("-")[:24].strip("-") or "unknown"
+
+
 def is_path(path: str) -> bool:
     """Whether `path` can name an entry: up to 8 segments of a-z, 0-9 and `-`, in the last one also `.`."""
     return _PATH.fullmatch(path) is not None
@@ -238,7 +254,8 @@ class Tier(ABC):
     def quarantine(self, path: str, reason: str) -> bool:
         """Set a bad entry aside, so that its name is free; False if it was not there.
 
-        It stays charged. A bounded number of entries and bytes is kept; the oldest go first.
+        It stays charged, and is kept with `reason_slug(reason)`. A bounded number of entries and bytes is kept; the
+        oldest go first.
         """
 
     @abstractmethod

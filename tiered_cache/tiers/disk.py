@@ -1,0 +1,665 @@
+"""`DiskTier`: one file an entry, in a private directory that several processes may share.
+
+    ledger                                      the shared budget (`ledger.py`)
+    holders/<id>                                locked by its process for as long as it lives
+    tmp/<id>/<number>                           what that process is writing or removing
+    entries/<path>.blob
+    quarantine/<path>.blob.<time, 16 hex>.<reason>
+
+An entry is written under `tmp`, synced, and then linked to its name, which fails if the name is taken. All that is
+counted moves under the ledger's lock: entries are linked in and renamed out there, so that the ledger equals the
+directory whenever nobody holds the lock, and a process that is killed leaves at most what is under its own `tmp`.
+Bodies are read, written, synced and removed without any lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import itertools
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tiered_cache.errors import CapacityError, FrameNotFoundError, TieredCacheError, TierError
+from tiered_cache.tiers.arena import Arena, aligned_empty
+from tiered_cache.tiers.base import (
+    SEGMENTS_MAX,
+    Durability,
+    GetAnswer,
+    GetRequest,
+    PutItem,
+    PutOutcome,
+    QuarantinedEntry,
+    Reservation,
+    Tier,
+    TierEntry,
+    TierUsage,
+    is_path,
+    reason_slug,
+)
+from tiered_cache.tiers.directory import Directory, Listed
+from tiered_cache.tiers.ledger import Books, Ledger
+
+ENTRY_BYTES = 512
+"""Charged for an entry's inode and name, besides its blocks."""
+SUFFIX = ".blob"
+_HOLDER = re.compile(r"[0-9a-f]{16}")
+_QUARANTINED = re.compile(rf"(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})")
+_SYNC_TOGETHER = 64  # files that a put keeps open before it syncs them
+_MOVE_TOGETHER = 64  # names that change under one hold of the ledger's lock
+_VIEWS_TOGETHER = 1024  # IOV_MAX of Linux
+_READ_BUFFERS_BYTES = 64 << 20
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}  # no entry: nothing, or something else
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_LASTING = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EISDIR}
+
+_log = logging.getLogger(__name__)
+
+
+class SyncPolicy(enum.Enum):
+    """What is on stable storage when a put is answered."""
+
+    NEVER = "never"  # nothing: survives the death of every process; after a power cut entries may be gone or torn
+    DATA = "data"  # the bytes: after a power cut entries may be gone, none is torn
+    FULL = "full"  # the bytes and the names: entries survive a power cut
+
+
+class DiskTier(Tier):
+    """Entries as files below `root`, for every process of this user that opens it; `bytes_max` bounds them together.
+
+    Processes should agree on `bytes_max`: each refuses at its own. What a killed process left is collected, and its
+    room given back, when it is `grace_s` old, at opening and when room is short. `quarantine_bytes` is a sixteenth
+    of the budget if None. Raises `ConfigError` if the directory is not private, and `TierError` if it fails.
+    """
+
+    durability = Durability.DISK
+
+    def __init__(
+        self,
+        root: Path,
+        bytes_max: int,
+        *,
+        name: str = "disk",
+        sync: SyncPolicy = SyncPolicy.DATA,
+        grace_s: float = 60.0,
+        lock_timeout_s: float = 30.0,
+        quarantine_entries: int = 64,
+        quarantine_bytes: int | None = None,
+        open_directory: Callable[[Path], Directory] = Directory,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = name
+        self.sync = sync
+        self.grace_s = grace_s
+        self._bytes_max = bytes_max
+        self._lock_timeout_s = lock_timeout_s
+        self._quarantine_entries = quarantine_entries
+        self._quarantine_bytes = bytes_max // 16 if quarantine_bytes is None else quarantine_bytes
+        self._clock = clock
+        self._process = os.getpid()
+        self._holder = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._quarantine_time = 0
+        self._owed = 0  # reserved bytes to give back
+        self._foreign_files = 0
+        self._read_buffers = Arena(_READ_BUFFERS_BYTES)
+        self._idle = threading.Condition()
+        self._calls = 0
+        self._closed = False
+        self._lasting_directories: set[str] = set()  # their names are on stable storage
+        self._directory = open_directory(root)
+        with contextlib.ExitStack() as undo, self._errors():
+            undo.callback(self._directory.close)
+            for part in ("entries", "quarantine", "tmp", "holders"):
+                self._directory.make_directory(part)
+            self._block_bytes = self._directory.block_bytes()
+            self._ledger = Ledger(self._directory, self._count, lock_timeout_s)
+            undo.callback(self._ledger.close)
+            self._holder_fd = self._register()
+            undo.callback(self._directory.close_file, self._holder_fd)
+            self.collect_orphans()
+            undo.pop_all()
+
+    @property
+    def bytes_max(self) -> int:
+        return self._bytes_max
+
+    @property
+    def foreign_files(self) -> int:
+        """Names that are not ours, as the last complete `list` or count saw them; they are never read or removed."""
+        return self._foreign_files
+
+    def file_of(self, path: str) -> Path:
+        """Where an entry is kept, for tools that inspect the directory."""
+        return self._directory.root / _entry_name(path)
+
+    def footprint(self, bytes_: int) -> int:
+        return -(-bytes_ // self._block_bytes) * self._block_bytes + ENTRY_BYTES
+
+    def reserve(self, sizes: Sequence[int]) -> Reservation:
+        need = sum(map(self.footprint, sizes))
+        with self._call():
+            if not self._try_reserve(need):
+                self.collect_orphans()
+                if not self._try_reserve(need):
+                    free = min(self.usage().bytes_free, self._directory.bytes_free())
+                    raise CapacityError(f"{need} bytes are needed and {free} are free", None, self.name)
+        return Reservation(need, self._unreserve)
+
+    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
+        with self._call():
+            new: dict[str, PutItem] = {}
+            for item in items:
+                if not is_path(item.path):
+                    raise TierError("not a path", item.path, self.name)
+                with self._errors(item.path):
+                    if item.path not in new and self._size(item.path) is None:
+                        new[item.path] = item
+            taken = sum(self.footprint(item.bytes) for item in new.values())
+            reservation.take(taken)
+            written: dict[str, str] = {}
+            created: set[str] = set()
+            try:
+                self._write(list(new.values()), written)
+                self._publish(written, created)
+                self._make_lasting([item.path for item in items], created)
+            except BaseException:
+                self._take_back(created)
+                raise
+            finally:
+                left = {path for path, temporary in written.items() if not self._unlink(temporary)}
+                spent = sum(self.footprint(new[path].bytes) for path in created | left)
+                reservation.put_back(taken - spent)
+        outcomes = []
+        for item in items:
+            outcomes.append(PutOutcome.CREATED if item.path in created else PutOutcome.EXISTS)
+            created.discard(item.path)
+        return outcomes
+
+    def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
+        with self._call():
+            return [self._read(request) for request in requests]
+
+    def stat(self, paths: Sequence[str]) -> Sequence[int | None]:
+        with self._call(), self._errors():
+            return [self._size(path) if is_path(path) else None for path in paths]
+
+    def list(self, prefix: str = "") -> Iterator[TierEntry]:
+        foreign = 0
+        for name, listed in self._walk("entries", prefix):
+            path = name.removesuffix(SUFFIX)
+            if not listed.is_file or path == name or not is_path(path):
+                foreign += 1
+            elif path.startswith(prefix):
+                yield TierEntry(path, listed.bytes)
+        if not prefix:
+            self._foreign_files = foreign
+
+    def delete(self, paths: Sequence[str]) -> Sequence[bool]:
+        with self._call():
+            there: list[bool] = []
+            for first in range(0, len(paths), _MOVE_TOGETHER):
+                some = paths[first : first + _MOVE_TOGETHER]
+                moved, error = self._move_out(some)
+                self._remove_moved(moved.values())
+                if error is not None:
+                    raise self._translated(error) from error
+                there += [moved.pop(path, None) is not None for path in some]
+            return there
+
+    def quarantine(self, path: str, reason: str) -> bool:
+        with self._call():
+            if not is_path(path):
+                return False
+            dropped: Sequence[tuple[str, int]] = ()
+            with self._transaction(moves_files=True) as books:
+                bytes_ = self._size(path)
+                if bytes_ is None:
+                    return False
+                self._quarantine_time = max(self._quarantine_time + 1, int(self._clock() * 1e9))
+                target = f"quarantine/{path}{SUFFIX}.{self._quarantine_time:016x}.{reason_slug(reason)}"
+                self._make_directories(target.rpartition("/")[0])
+                self._directory.rename(_entry_name(path), target)
+                books.entries -= 1
+                books.bytes_used -= self.footprint(bytes_)
+                books.bytes_quarantined += self.footprint(bytes_)
+                dropped = self._drop_oldest(books)
+            self._remove_moved(dropped)
+            return True
+
+    def quarantined(self) -> Sequence[QuarantinedEntry]:
+        with self._call():
+            return [entry for _, _, entry in self._list_quarantine()]
+
+    def usage(self) -> TierUsage:
+        with self._call(), self._transaction() as books:
+            return TierUsage(
+                books.bytes_used, books.bytes_reserved, books.bytes_quarantined, books.entries, self._bytes_max
+            )
+
+    def set_limit(self, bytes_max: int) -> int:
+        self._bytes_max = bytes_max
+        return max(0, -self.usage().bytes_free)
+
+    def collect_orphans(self) -> int:
+        """Remove what dead processes left under `tmp`, if it is `grace_s` old; how many processes that were."""
+        with self._call():
+            dead: list[tuple[str, int]] = []
+            with self._transaction():  # holders register under the ledger's lock, so none is seen half made
+                found = ((holder, self._lock_if_dead(holder)) for holder in self._holders())
+                dead.extend((holder, fd) for holder, fd in found if fd is not None)
+            for holder, fd in dead:
+                try:
+                    with self._errors():
+                        for listed in self._scan(f"tmp/{holder}"):
+                            self._directory.unlink(f"tmp/{holder}/{listed.name}")
+                    with self._transaction() as books:
+                        books.reserved.pop(holder, None)
+                        self._remove_holder(holder)
+                finally:
+                    self._directory.close_file(fd)
+            return len(dead)
+
+    def close(self) -> None:
+        with self._idle:
+            if self._closed or os.getpid() != self._process:
+                return
+            self._closed = True
+            if not self._idle.wait_for(lambda: not self._calls, self._lock_timeout_s):
+                # A call that hangs in the system would find another file under its descriptor: leave them open.
+                _log.warning("tier %s: %d calls had not ended when it was closed", self.name, self._calls)
+                return
+        try:
+            with self._transaction() as books:
+                books.reserved.pop(self._holder, None)
+                self._remove_holder(self._holder)
+        except TierError as error:
+            _log.warning("tier %s: closed, but not cleanly: %s", self.name, error)
+        finally:
+            self._directory.close_file(self._holder_fd)
+            self._ledger.close()
+            self._directory.close()
+
+    # The budget
+
+    def _try_reserve(self, need: int) -> bool:
+        with self._transaction() as books:
+            self._settle(books)
+            if books.bytes_all + need > self._bytes_max or need > self._directory.bytes_free():
+                return False
+            books.reserve(self._holder, need)
+            return True
+
+    def _unreserve(self, bytes_: int) -> None:
+        """Give reserved bytes back now, or with the next reservation if the ledger cannot be had."""
+        with self._idle:
+            self._owed += bytes_
+        with contextlib.suppress(TierError), self._call(), self._transaction() as books:
+            self._settle(books)
+
+    def _settle(self, books: Books) -> None:
+        with self._idle:
+            owed, self._owed = self._owed, 0
+        if owed:
+            books.reserve(self._holder, -owed)
+
+    def _count(self, old: Books | None) -> Books:
+        """New books from what is there; living processes know best what they have reserved."""
+        books = Books()
+        for entry in self.list():
+            books.entries += 1
+            books.bytes_used += self.footprint(entry.bytes)
+        for _, _, quarantined in self._list_quarantine():
+            books.bytes_quarantined += self.footprint(quarantined.bytes)
+        for holder in self._holders():
+            if old is not None and self._is_alive(holder):
+                books.reserve(holder, old.reserved.get(holder, 0))
+            else:
+                files = [listed for listed in self._scan(f"tmp/{holder}") if listed.links == 1]
+                books.reserve(holder, sum(self.footprint(listed.bytes) for listed in files))
+        return books
+
+    @contextlib.contextmanager
+    def _transaction(self, *, moves_files: bool = False) -> Iterator[Books]:
+        with self._errors(), self._ledger.transaction(moves_files=moves_files) as books:
+            yield books
+
+    # Processes
+
+    def _register(self) -> int:
+        """Become a holder; whoever is the only one counts what is there, since nobody else knows of a power cut."""
+        with self._ledger.transaction(moves_files=True) as books:
+            if not any(self._is_alive(holder) for holder in self._holders()):
+                for part in ("entries", "quarantine"):
+                    self._prune(part)
+                if not books.counted:
+                    books.become(self._count(None))
+            fd = self._directory.open_shared(f"holders/{self._holder}")
+            locked = self._directory.try_lock(fd)
+            assert locked, "a random name is nobody else's"
+            self._directory.make_directory(f"tmp/{self._holder}")
+            return fd
+
+    def _holders(self) -> Sequence[str]:
+        """Every process that has the directory open or left something in it, dead ones and this one included."""
+        names = {listed.name for part in ("holders", "tmp") for listed in self._scan(part)}
+        return sorted(name for name in names if _HOLDER.fullmatch(name))
+
+    def _is_alive(self, holder: str) -> bool:
+        try:
+            fd = self._directory.open(f"holders/{holder}")
+        except FileNotFoundError:
+            return False
+        try:
+            return not self._directory.try_lock(fd)
+        finally:
+            self._directory.close_file(fd)
+
+    def _lock_if_dead(self, holder: str) -> int | None:
+        """The lock of a holder that is dead for long enough; nobody else collects it meanwhile."""
+        if holder == self._holder:
+            return None
+        fd = self._directory.open_shared(f"holders/{holder}")
+        if self._directory.try_lock(fd):
+            changed_s = 0.0
+            for name in (f"holders/{holder}", f"tmp/{holder}"):
+                with contextlib.suppress(FileNotFoundError):
+                    changed_s = max(changed_s, self._directory.stat(name).st_mtime)
+            if self._clock() - changed_s >= self.grace_s:
+                return fd
+        self._directory.close_file(fd)
+        return None
+
+    def _remove_holder(self, holder: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._directory.remove_directory(f"tmp/{holder}")
+        self._directory.unlink(f"holders/{holder}")
+
+    # Writing
+
+    def _write(self, items: Sequence[PutItem], written: dict[str, str]) -> None:
+        """Write the items under `tmp` and sync them, many together; `written` gets each file before it is there."""
+        for first in range(0, len(items), _SYNC_TOGETHER):
+            fds: list[int] = []
+            try:
+                with self._errors():
+                    for item in items[first : first + _SYNC_TOGETHER]:
+                        written[item.path] = self._temporary()
+                        fds.append(self._directory.create(written[item.path]))
+                        self._write_file(fds[-1], item.views())
+                        if self.sync is not SyncPolicy.NEVER:
+                            self._directory.start_writing_back(fds[-1])
+                    if self.sync is not SyncPolicy.NEVER:
+                        for fd in fds:
+                            self._directory.sync(fd)
+            finally:
+                for fd in fds:
+                    self._directory.close_file(fd)
+
+    def _write_file(self, fd: int, views: Sequence[memoryview]) -> None:
+        offset = 0
+        left = deque(views)
+        while left:
+            written = self._directory.write(fd, [*itertools.islice(left, _VIEWS_TOGETHER)], offset)
+            offset += written
+            while left and written >= left[0].nbytes:
+                written -= left.popleft().nbytes
+            if written:
+                left[0] = left[0][written:]
+
+    def _publish(self, written: dict[str, str], created: set[str]) -> None:
+        """Give the files their names, as far as these are free; `created` gets the paths."""
+        paths = list(written)
+        with self._errors():
+            for parent in {_entry_name(path).rpartition("/")[0] for path in paths}:
+                self._make_directories(parent)
+        for first in range(0, len(paths), _MOVE_TOGETHER):
+            linked: list[str] = []
+            failure = None
+            with self._transaction(moves_files=True) as books:
+                try:
+                    some = paths[first : first + _MOVE_TOGETHER]
+                    linked.extend(path for path in some if self._link(written[path], path))
+                except OSError as error:
+                    failure = error
+                    for path in linked:
+                        self._directory.unlink(_entry_name(path))
+                else:
+                    for path in linked:
+                        bytes_ = self.footprint(self._directory.stat(_entry_name(path)).st_size)
+                        books.bytes_used += bytes_
+                        books.reserve(self._holder, -bytes_)
+                    books.entries += len(linked)
+            if failure is not None:
+                raise self._translated(failure) from failure
+            created.update(linked)
+
+    def _link(self, temporary: str, path: str) -> bool:
+        try:
+            self._directory.link(temporary, _entry_name(path))
+        except FileExistsError:
+            if self._size(path) is None:
+                raise OSError(errno.EISDIR, "something that is not an entry is in its place") from None
+            return False
+        except FileNotFoundError:  # somebody removed directories by hand
+            self._directory.forget_directories()
+            self._lasting_directories.clear()
+            self._make_directories(_entry_name(path).rpartition("/")[0])
+            self._directory.link(temporary, _entry_name(path))
+        return True
+
+    def _make_lasting(self, paths: Sequence[str], created: set[str]) -> None:
+        """Bring names, and entries that others wrote, to the durability that a put acknowledges."""
+        if self.sync is SyncPolicy.NEVER:
+            return
+        with self._errors():
+            for path in set(paths) - created:
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    fd = self._directory.open(_entry_name(path))
+                    try:
+                        self._directory.sync(fd)
+                    finally:
+                        self._directory.close_file(fd)
+            if self.sync is SyncPolicy.FULL:
+                for parent in sorted({_entry_name(path).rpartition("/")[0] for path in paths}):
+                    self._sync_names(parent)
+
+    def _sync_names(self, name: str) -> None:
+        """Sync a directory, and those above it that do not hold its name for certain."""
+        upper = name.rpartition("/")[0]
+        if name not in self._lasting_directories and upper:
+            self._sync_names(upper)
+        self._directory.sync_directory(name)
+        self._lasting_directories.add(name)
+
+    def _take_back(self, created: set[str]) -> None:
+        """Undo what a failed put has published; `created` keeps what could not be removed."""
+        try:
+            moved, _ = self._move_out([*created])
+        except TierError:  # the ledger cannot be had
+            moved = {}
+        created.difference_update([path for path, (temporary, _) in moved.items() if self._unlink(temporary)])
+        if created:
+            _log.warning("tier %s: %d entries of a put that failed stay", self.name, len(created))
+
+    # Removing
+
+    def _move_out(self, paths: Sequence[str]) -> tuple[dict[str, tuple[str, int]], OSError | None]:
+        """Move entries under `tmp`: path -> file and footprint, which is reserved now. Stops at an error."""
+        moved: dict[str, tuple[str, int]] = {}
+        with self._transaction(moves_files=True) as books:
+            try:
+                for path in paths:
+                    bytes_ = self._size(path) if is_path(path) else None
+                    if bytes_ is None:
+                        continue
+                    moved[path] = (self._move(_entry_name(path)), self.footprint(bytes_))
+                    books.entries -= 1
+                    books.bytes_used -= self.footprint(bytes_)
+                    books.reserve(self._holder, self.footprint(bytes_))
+            except OSError as error:
+                return moved, error
+        return moved, None
+
+    def _drop_oldest(self, books: Books) -> Sequence[tuple[str, int]]:
+        """Move what the quarantine holds beyond its bounds under `tmp`: files and footprints, reserved now."""
+        dropped: list[tuple[str, int]] = []
+        entries = self._list_quarantine()
+        for index, (_, name, entry) in enumerate(entries):
+            few = len(entries) - index <= self._quarantine_entries
+            if few and books.bytes_quarantined <= self._quarantine_bytes:
+                break
+            bytes_ = self.footprint(entry.bytes)
+            dropped.append((self._move(name), bytes_))
+            books.bytes_quarantined -= bytes_
+            books.reserve(self._holder, bytes_)
+        return dropped
+
+    def _move(self, name: str) -> str:
+        temporary = self._temporary()
+        self._directory.rename(name, temporary)
+        return temporary
+
+    def _remove_moved(self, moved: Iterable[tuple[str, int]]) -> None:
+        self._unreserve(sum(bytes_ for temporary, bytes_ in moved if self._unlink(temporary)))
+
+    def _unlink(self, temporary: str) -> bool:
+        """Whether a temporary file is gone; one that stays is charged until this process ends and it is collected."""
+        try:
+            self._directory.unlink(temporary)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            _log.warning("tier %s: cannot remove %s: %s", self.name, temporary, error)
+            return False
+        return True
+
+    # Reading
+
+    def _read(self, request: GetRequest) -> GetAnswer:
+        if not is_path(request.path):
+            return TierError("not a path", request.path, self.name)
+        try:
+            fd = self._directory.open(_entry_name(request.path))
+            try:
+                start, wanted = request.span(self._directory.bytes_of(fd))
+                view = self._buffer(wanted) if request.into is None else request.into.cast("B")[:wanted]
+                done = 0
+                while done < wanted:
+                    got = self._directory.read(fd, view[done:], start + done)
+                    if not got:  # cut while we read it
+                        break
+                    done += got
+            finally:
+                self._directory.close_file(fd)
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return FrameNotFoundError("not there", request.path, self.name)
+            failure = TierError(error.strerror or str(error), request.path, self.name, error.errno not in _LASTING)
+            failure.__cause__ = error
+            return failure
+        return view[:done].toreadonly() if request.into is None else view[:done]
+
+    def _buffer(self, bytes_: int) -> memoryview:
+        """A warm buffer, which comes back when the last view of it is gone, or a new one if all are lent."""
+        runs = self._read_buffers.allocate(bytes_, in_one=True)
+        if not runs:
+            return aligned_empty(bytes_).data
+        return self._read_buffers.lend(runs[0], 0, bytes_, lambda: self._read_buffers.free_later(runs), writable=True)
+
+    def _size(self, path: str) -> int | None:
+        """The size of an entry, None if there is none; something else in its place is none. Raises `OSError`."""
+        try:
+            status = self._directory.stat(_entry_name(path))
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def _list_quarantine(self) -> Sequence[tuple[str, str, QuarantinedEntry]]:
+        """(time, name, entry), oldest first."""
+        entries = []
+        for name, listed in self._walk("quarantine"):
+            match = _QUARANTINED.fullmatch(name)
+            if listed.is_file and match and is_path(match["path"]):
+                entry = QuarantinedEntry(match["path"], match["reason"], listed.bytes)
+                entries.append((match["time"], f"quarantine/{name}", entry))
+        return sorted(entries, key=lambda found: found[:2])
+
+    # Names
+
+    def _temporary(self) -> str:
+        return f"tmp/{self._holder}/{next(self._numbers)}"
+
+    def _make_directories(self, name: str) -> None:
+        parts = name.split("/")
+        for depth in range(2, len(parts) + 1):
+            self._directory.make_directory("/".join(parts[:depth]))
+
+    def _walk(self, top: str, prefix: str = "", below: str = "", depth: int = 1) -> Iterator[tuple[str, Listed]]:
+        """Everything below `top` that is not a directory in which there can be entries that begin with `prefix`."""
+        for listed in self._scan(f"{top}/{below}".rstrip("/")):
+            name = below + listed.name
+            if not (listed.is_directory and depth < SEGMENTS_MAX and is_path(listed.name)):
+                yield name, listed
+            elif f"{name}/".startswith(prefix) or prefix.startswith(f"{name}/"):
+                yield from self._walk(top, prefix, f"{name}/", depth + 1)
+
+    def _scan(self, name: str) -> Sequence[Listed]:
+        with self._call(), self._errors():
+            try:
+                return self._directory.scan(name)
+            except FileNotFoundError:
+                return ()
+
+    def _prune(self, name: str) -> None:
+        """Remove empty directories; only while nobody else has the directory open."""
+        for listed in self._scan(name):
+            if listed.is_directory:
+                self._prune(f"{name}/{listed.name}")
+                with contextlib.suppress(OSError):
+                    self._directory.remove_directory(f"{name}/{listed.name}")
+
+    # Calls and errors
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a call, so that `close` waits for it."""
+        if os.getpid() != self._process:
+            raise TierError("opened by another process: a fork must open its own", None, self.name)
+        with self._idle:
+            if self._closed:
+                raise TierError("closed", None, self.name)
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    @contextlib.contextmanager
+    def _errors(self, path: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._translated(error, path) from error
+
+    def _translated(self, error: OSError, path: str | None = None) -> TieredCacheError:
+        if error.errno in _FULL:
+            return CapacityError(f"the file system is full: {error.strerror}", path, self.name)
+        return TierError(error.strerror or str(error), path, self.name, error.errno not in _LASTING)
+
+
+def _entry_name(path: str) -> str:
+    return f"entries/{path}{SUFFIX}"

@@ -1,0 +1,162 @@
+"""`Ledger`: the numbers that all processes on one directory share, kept in one page of a file under its lock.
+
+A transaction takes the lock, reads the page, changes the numbers and writes them back in one piece. A process that is
+killed lets go of the lock; if it was in the middle of moving files, the page says so, and the next transaction counts
+anew. The page is a cache of what the directory holds and is never synced.
+
+    page = magic [8] | crc32 of the rest u32 | moving u32 | used u64 | quarantined u64 | entries u64 | holders u64
+           | holders x (id [16], reserved u64)                                          all little-endian
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierError
+from tiered_cache.tiers.directory import Directory
+
+PAGE_BYTES = 4096
+HOLDERS_MAX = 128
+_MAGIC = b"tc-book1"
+_HEAD = struct.Struct("<8sII4Q")
+_CHECKED_FROM = 12
+_HOLDER = struct.Struct("<16sQ")
+_POLL_FIRST_S = 0.0002
+_POLL_LAST_S = 0.005
+
+
+@dataclass(slots=True)
+class Books:
+    """All bytes are footprints. Only a transaction may change them."""
+
+    bytes_used: int = 0
+    bytes_quarantined: int = 0
+    entries: int = 0
+    reserved: dict[str, int] = field(default_factory=dict)
+    """Per holder (16 hex digits): its reservations, with its temporary files."""
+    counted: bool = False
+    """Not written: they were just counted from the directory."""
+
+    @property
+    def bytes_reserved(self) -> int:
+        return sum(self.reserved.values())
+
+    @property
+    def bytes_all(self) -> int:
+        return self.bytes_used + self.bytes_quarantined + self.bytes_reserved
+
+    def become(self, other: Books) -> None:
+        self.bytes_used, self.bytes_quarantined, self.entries = other.bytes_used, other.bytes_quarantined, other.entries
+        self.reserved = other.reserved
+
+    def reserve(self, holder: str, bytes_: int) -> None:
+        """Add to what a holder has reserved, or take away from it; a holder with nothing is left out."""
+        if bytes_ > 0 and holder not in self.reserved and len(self.reserved) >= HOLDERS_MAX:
+            raise CapacityError(f"{HOLDERS_MAX} processes have this directory open or left it unclean")
+        left = self.reserved.get(holder, 0) + bytes_
+        if left > 0:
+            self.reserved[holder] = left
+        else:
+            self.reserved.pop(holder, None)
+
+
+class Ledger:
+    """The shared books of `directory`; `count` makes new ones from what is there, under the ledger's lock.
+
+    `count` is given the old books, or None if they cannot be read.
+    """
+
+    def __init__(self, directory: Directory, count: Callable[[Books | None], Books], timeout_s: float) -> None:
+        self._directory = directory
+        self._count = count
+        self._timeout_s = timeout_s
+        self._thread_lock = threading.Lock()  # threads of one process share the file's lock
+        self._fd = directory.open_shared("ledger")
+
+    @contextlib.contextmanager
+    def transaction(self, *, moves_files: bool = False) -> Iterator[Books]:
+        """The books, for one change. Whatever moves files in or out of what is counted says so.
+
+        If the block raises, nothing is written; if it moves files, the next transaction counts anew.
+        Raises `DeadlineError` if the lock is not free in time.
+        """
+        deadline_s = time.monotonic() + self._timeout_s
+        if not self._thread_lock.acquire(timeout=self._timeout_s):
+            raise DeadlineError(f"the ledger's lock was not free within {self._timeout_s} s")
+        try:
+            self._lock_file(deadline_s)
+            try:
+                books = self._read()
+                before = _encode(books, moving=False)
+                if moves_files:
+                    self._write(_encode(books, moving=True))
+                yield books
+                after = _encode(books, moving=False)
+                if moves_files or books.counted or after != before:
+                    self._write(after)
+            finally:
+                self._directory.unlock(self._fd)
+        finally:
+            self._thread_lock.release()
+
+    def close(self) -> None:
+        self._directory.close_file(self._fd)
+
+    def _lock_file(self, deadline_s: float) -> None:
+        pause_s = _POLL_FIRST_S
+        while not self._directory.try_lock(self._fd):
+            if time.monotonic() >= deadline_s:
+                raise DeadlineError(f"another process held the ledger's lock for {self._timeout_s} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_LAST_S)
+        if not self._directory.links_of(self._fd):
+            self._directory.unlock(self._fd)
+            raise TierError("the ledger was removed: processes on this directory would no longer share a budget")
+
+    def _read(self) -> Books:
+        page = bytearray(PAGE_BYTES)
+        got = self._directory.read(self._fd, memoryview(page), 0)
+        books, moving = _decode(bytes(page[:got]))
+        if books is None or moving:
+            books = self._count(books)
+            books.counted = True
+        return books
+
+    def _write(self, page: bytes) -> None:
+        written = self._directory.write(self._fd, [memoryview(page)], 0)
+        if written != PAGE_BYTES:
+            raise TierError(f"{written} of the ledger's {PAGE_BYTES} bytes were written")
+
+
+def _encode(books: Books, *, moving: bool) -> bytes:
+    numbers = (books.bytes_used, books.bytes_quarantined, books.entries, len(books.reserved))
+    page = bytearray(_HEAD.pack(_MAGIC, 0, moving, *numbers))
+    for holder, bytes_ in books.reserved.items():
+        page += _HOLDER.pack(holder.encode(), bytes_)
+    page += bytes(PAGE_BYTES - len(page))
+    struct.pack_into("<I", page, _CHECKED_FROM - 4, zlib.crc32(page[_CHECKED_FROM:]))
+    return bytes(page)
+
+
+def _decode(page: bytes) -> tuple[Books | None, bool]:
+    """The books, None if the page is torn or empty, and whether a process stopped while it was moving files."""
+    if len(page) != PAGE_BYTES:
+        return None, False
+    magic, checksum, moving, used, quarantined, entries, holders = _HEAD.unpack_from(page)
+    if checksum != zlib.crc32(page[_CHECKED_FROM:]) or not magic.startswith(_MAGIC[:-1]):
+        return None, False
+    if magic != _MAGIC:
+        raise ConfigError(f"the directory was written by another version: {magic!r} here, {_MAGIC!r} expected")
+    if holders > HOLDERS_MAX:
+        return None, False
+    reserved = {}
+    for index in range(holders):
+        holder, bytes_ = _HOLDER.unpack_from(page, _HEAD.size + index * _HOLDER.size)
+        reserved[holder.decode("ascii", "replace")] = bytes_
+    return Books(used, quarantined, entries, reserved), bool(moving)
