@@ -4,7 +4,7 @@ A row is the normed indexer key, the gate of its pool's weighted mean, and wheth
 fixed buffers and a host cursor. Model: `glm5_next` in transformers 5.23, which packs the three as
 [B, S, 2 head_dim + 1].
 
-Whole-layer blob: `[len u64][head_dim u64][keys bf16 len x head_dim][gates bf16 len x head_dim][valid u8 len]`, that is
+Whole-layer blob: `[len u64][head_dim u64][keys bf16 len x head_dim][gate bf16 len x head_dim][valid u8 len]`, that is
 16 + len * (4 * head_dim + 1) bytes: the rows written, never the capacity.
 """
 
@@ -23,7 +23,7 @@ from tiered_cache.states.blobs import unpack_header
 from tiered_cache.states.rows import FixedRows
 
 _HEADER = struct.Struct("<QQ")
-KEYS, GATES, VALID = "dsa.keys", "dsa.gates", "dsa.valid"
+KEYS, GATE, VALID = "dsa.keys", "dsa.gate", "dsa.valid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class DsaLayout:
     head_dim: int = 128
 
     def parts(self) -> tuple[Part, ...]:
-        """Rows `dsa.keys` and `dsa.gates` [head_dim] in bfloat16 and `dsa.valid` [] in uint8, 0 or 1."""
+        """Rows `dsa.keys` and `dsa.gate` [head_dim] in bfloat16 and `dsa.valid` [] in uint8, 0 or 1."""
         return (
             Part(KEYS, PartKind.ROWS, "bfloat16", (self.head_dim,), self.layers),
-            Part(GATES, PartKind.ROWS, "bfloat16", (self.head_dim,), self.layers),
+            Part(GATE, PartKind.ROWS, "bfloat16", (self.head_dim,), self.layers),
             Part(VALID, PartKind.ROWS, "uint8", (), self.layers),
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_cache.devices.base import Array, Device, PageTable
-from tiered_cache.errors import BlobError, CapacityError
+from tiered_cache.errors import BlobError, CapacityError, ConfigError
 from tiered_cache.geometry import ArraySpec, Part, PartKind
 from tiered_cache.states.blobs import unpack_header
 from tiered_cache.states.rows import RowState
@@ -35,6 +35,12 @@ class KvLayout:
     value_dim: int
     dtype: str = "bfloat16"
     name: str = "attn"
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.key_dim < 1 or self.value_dim < 0:
+            raise ConfigError(
+                f"KV heads {self.heads}, key_dim {self.key_dim}, value_dim {self.value_dim}: only the last may be 0"
+            )
 
     def parts(self, *, sharded: bool = False) -> tuple[Part, ...]:
         """`<name>.k` and, unless its dim is 0, `<name>.v`. Latent rows are the same on every rank."""

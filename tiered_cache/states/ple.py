@@ -70,6 +70,11 @@ class PleLayout:
     def heads(self) -> int:
         return (self.ngram_size - 1) * self.heads_per_ngram
 
+    @property
+    def staged_spec(self) -> ArraySpec:
+        """One token's table rows, [layers, 1, heads, head_dim]."""
+        return ArraySpec(self.table_dtype, (len(self.layers), 1, self.heads, self.head_dim))
+
     def hashes(self) -> tuple[NgramHash, ...]:
         """The hash of every layer, in order."""
         return _hashes(self)
@@ -116,7 +121,7 @@ class PleState(CarryState):
         self._staged: Array | None = None
         if tables:
             self._check_tables()
-            spec = ArraySpec(layout.table_dtype, (len(layout.layers), 1, layout.heads, layout.head_dim))
+            spec = layout.staged_spec
             self._staged = device.empty(spec)
             self._staged_host = device.host_buffer(spec.bytes).view(storage_dtype(spec.dtype)).reshape(spec.shape)
         self.arrays[HISTORY][...] = layout.eos

@@ -27,7 +27,7 @@ class SequenceLayout:
     recurrent: tuple[RecurrentLayout, ...] = ()
 
     def parts(self, *, sharded: bool = False) -> tuple[Part, ...]:
-        """`attn.k`, `attn.v`, `qsa.keys`, `dsa.keys`, `dsa.gates`, `dsa.valid` (rows), `ple.history`, `ple.conv`,
+        """`attn.k`, `attn.v`, `qsa.keys`, `dsa.keys`, `dsa.gate`, `dsa.valid` (rows), `ple.history`, `ple.conv`,
         `recurrent.<name>` (carries), as far as the layout has them, in this order.
         """
         parts = self.kv.parts(sharded=sharded) if self.kv else ()
@@ -96,7 +96,7 @@ class StatePool:
     def sequence_bytes(self, capacity_tokens: int) -> int:
         """What one sequence of this capacity takes of `buffer_bytes`; KV pages are apart.
 
-        Indexer rows, block keys and twice the carries, since a draft keeps a snapshot of them.
+        Indexer rows, block keys, the staged n-gram row, and twice the carries, since a draft keeps a snapshot of them.
         """
         kv = {part.name for part in self.layout.kv.parts()} if self.layout.kv else set()
         a_token = sum(
@@ -106,8 +106,9 @@ class StatePool:
         )
         carries = sum(part.row_bytes * len(part.layers) for part in self.geometry.carries)
         qsa = self.layout.qsa
-        blocks = capacity_tokens // qsa.ratio * len(qsa.layers) * qsa.head_dim * 2 if qsa else 0
-        return a_token * capacity_tokens + blocks + 2 * carries
+        block_keys = capacity_tokens // qsa.ratio * len(qsa.layers) * qsa.head_dim * 2 if qsa else 0
+        staged = self.layout.ple.staged_spec.bytes if self.layout.ple and self.ple_tables else 0
+        return a_token * capacity_tokens + block_keys + 2 * carries + staged
 
     def specs(self, group: str, tokens: int) -> dict[str, ArraySpec]:
         """`geometry.arrays(group, tokens)`, cheap for blocks."""

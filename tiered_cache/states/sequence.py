@@ -128,7 +128,7 @@ class SequenceState:
 
         `position`: the cursor. `rows`: every row part, [layers, T, *row]. `carries`: every carry part but
         `ple.history`, [layers, *shape]. `token_ids`: the T ids, uint32; needed for PLE layers, whose history they
-        advance unless `ple.forward` has done so in this step. Arrays are device memory and are copied.
+        advance unless `ple.forward` has done so in this step, and where there are no rows to tell T. Arrays are device memory and are copied.
 
         Raises `PositionError`, `StateError` (names, shapes, dtypes), `CapacityError`, `TokenError`, `LockstepError`;
         the state is then as it was.
@@ -142,21 +142,26 @@ class SequenceState:
         self._check_carries(values)
         if token_ids is not None:
             counts["token ids"] = len(token_ids)
-        if len(set(counts.values())) != 1:
-            raise StateError(f"a step of unequal lengths: {counts}")
+        if len(set(counts.values())) != 1 or 0 in counts.values():
+            raise StateError(f"a step of lengths {counts}: they must be equal, and above 0")
         count = next(iter(counts.values()))
         history_waits = states.ple is not None and self._check_history(states.ple, position, count, token_ids)
         self.ensure_room_through(position + count)
-        for state in states.rows:
-            state.append(position, {name: rows[name] for name in state.parts})
+        try:
+            for state in states.rows:
+                state.append(position, {name: rows[name] for name in state.parts})
+            if states.qsa is not None:
+                states.qsa.pool()
+        except BaseException:  # the device ran out of memory for temporaries
+            for state in states.rows:
+                state.rewind_to(position)
+            raise
         if states.ple is not None:
             if history_waits and token_ids is not None:
                 states.ple.advance(token_ids)
             states.ple.write_conv(values[CONV])
         if states.recurrent is not None:
             states.recurrent.write(position + count, {name: values[name] for name in states.recurrent.parts})
-        if states.qsa is not None:
-            states.qsa.pool()
         self._tokens = position + count
 
     def advance(self, count: int) -> None:
@@ -366,9 +371,7 @@ class SequenceState:
 
     def _check_history(self, ple: PleState, position: int, count: int, token_ids: TokenIds | None) -> bool:
         """Whether the PLE history has still to advance over this step. Raises where it can do neither."""
-        if ple.history_at == position + count and count:
-            if ple.staged:
-                ple.check_settled()
+        if ple.history_at == position + count and not ple.staged:
             return False
         ple.check_settled()
         if ple.tokens != position:
