@@ -41,7 +41,8 @@ _KERNEL = r"""
 // rows [layers, count, row_units]; position p lies in page pages[p / page_tokens].
 extern "C" __global__ void gather_rows_BYTES(
     const UNIT* pool, const long long* pages, UNIT* rows,
-    long long layers, long long pool_pages, long long page_tokens, long long row_units, long long start, long long count)
+    long long layers, long long pool_pages, long long page_tokens, long long row_units,
+    long long start, long long count)
 {
     const long long total = layers * count * row_units;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < total;
@@ -55,7 +56,8 @@ extern "C" __global__ void gather_rows_BYTES(
 
 extern "C" __global__ void scatter_rows_BYTES(
     UNIT* pool, const long long* pages, const UNIT* rows,
-    long long layers, long long pool_pages, long long page_tokens, long long row_units, long long start, long long count)
+    long long layers, long long pool_pages, long long page_tokens, long long row_units,
+    long long start, long long count)
 {
     const long long total = layers * count * row_units;
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < total;
@@ -157,8 +159,10 @@ class CupyDevice(Device):
 
     def synchronize(self, stream: Stream) -> None:
         cuda_stream: Any = stream
+        # Taken off before the wait: what another thread adds from now on is not known to be complete.
+        complete, self._in_flight[cuda_stream.ptr] = self._in_flight[cuda_stream.ptr], []
         cuda_stream.synchronize()
-        self._in_flight[cuda_stream.ptr].clear()
+        complete.clear()
 
     def gather_rows(self, pool: Array, pages: PageTable, start: int, stop: int, out: Array | None = None) -> Array:
         shape = (pool.shape[0], stop - start, *pool.shape[3:])

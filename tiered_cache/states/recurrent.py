@@ -54,7 +54,7 @@ class RecurrentState(CarryState):
         blob, arrays = join_blob(_HEADER.pack(self.tokens, sum(spec.bytes for spec in specs)), specs)
         stream = self.device.stream(Direction.TO_HOST)
         for part, out in zip(parts, arrays, strict=True):
-            self.device.to_host(self.arrays[part.name][part.layers.index(layer)], out, stream)
+            self.device.to_host(self.arrays[part.name][part.layers.index(layer), ...], out, stream)
         self.device.synchronize(stream)
         return blob
 

@@ -128,7 +128,8 @@ class SequenceState:
 
         `position`: the cursor. `rows`: every row part, [layers, T, *row]. `carries`: every carry part but
         `ple.history`, [layers, *shape]. `token_ids`: the T ids, uint32; needed for PLE layers, whose history they
-        advance unless `ple.forward` has done so in this step, and where there are no rows to tell T. Arrays are device memory and are copied.
+        advance unless `ple.forward` has done so in this step, and where there are no rows to tell T. Arrays are device
+        memory and are copied.
 
         Raises `PositionError`, `StateError` (names, shapes, dtypes), `CapacityError`, `TokenError`, `LockstepError`;
         the state is then as it was.
