@@ -1,8 +1,8 @@
 """`Device`: memory that holds sequence state, its array module, and the copies in and out of it.
 
 Arrays are bit patterns (`geometry.storage_dtype`): bfloat16 is uint16 here, fp8 uint8. Copies on a stream are complete
-only after `synchronize(stream)`; the device keeps both ends of a copy alive until then. Threads may share a device and its
-streams.
+only after `synchronize(stream)`; the device keeps both ends of a copy alive until then. Threads may share a device and
+its streams.
 """
 
 from __future__ import annotations

@@ -178,7 +178,10 @@ class QsaIndexer(FixedRows):
         for start in range(first, last, step):
             stop = min(start + step, last)
             keys = cast("Bits", self.buffers[KEYS][:, start * ratio : stop * ratio])
-            self._block_keys[:, start:stop] = pool_blocks(self.device.xp, self.layout, keys, self.weight, start)
+            with np.errstate(
+                over="ignore", invalid="ignore"
+            ):  # keys are any bits: infinities and NaNs are carried along
+                self._block_keys[:, start:stop] = pool_blocks(self.device.xp, self.layout, keys, self.weight, start)
 
     def rewind_to(self, tokens: int) -> None:
         """Move the cursor back; a block that is cut is pooled again once it is full again."""
