@@ -60,7 +60,7 @@ from tiered_cache.errors import (
     VersionError,
 )
 from tiered_cache.geometry import ARRAY_BYTES_MAX, DIMENSIONS_MAX, PARTS_MAX, ArraySpec, Geometry
-from tiered_cache.identity import DIGEST_BYTES, FrameKey, namespace_of
+from tiered_cache.identity import DIGEST_BYTES, TOKENS_MAX, FrameKey, namespace_of
 
 VERSION = 1
 FIXED_HEADER_BYTES = 64
@@ -75,6 +75,8 @@ Buffer = bytes | bytearray | memoryview | Bytes
 _MAGIC = b"\x89TCF\r\n\x1a\n"
 _HEADER = struct.Struct("<8sIIQQQ16s")
 _U64 = struct.Struct("<Q")
+_U64_MAX = (1 << 64) - 1
+_DIGEST = bytes(DIGEST_BYTES)  # any digest, where only its size counts
 _ZEROS = bytes(ALIGNMENT_LARGE)
 _META_TYPES = (bytes, bytes, bytes, str, int, int, int, bytes, bytes, int, int, int, tuple, bytes)
 _ROW_TYPES = (str, str, tuple, int, int, bytes)
@@ -285,6 +287,40 @@ def verify(data: Buffer) -> FrameHeader:
     return header
 
 
+def check_expected(header: FrameHeader, *, key: FrameKey, identity_digest: bytes, geometry: Geometry) -> None:
+    """Raise `IdentityError` or `GeometryError` listing everything in which the frame is not the expected one."""
+    contents = _contents(geometry, key)
+    if header.key != key or header.identity_digest != identity_digest:
+        pairs = [(f.name, getattr(header.key, f.name), getattr(key, f.name)) for f in fields(FrameKey)]
+        pairs.append(("identity", header.identity_digest, identity_digest))
+        raise IdentityError("the frame is another one: " + _differences(pairs))
+    wanted: list[tuple[str, object, object]] = [
+        ("geometry", header.geometry_fingerprint, geometry.fingerprint()),
+        ("span", header.span, geometry.span(key.group, key.tokens)),
+        ("section names", [s.name for s in header.sections], [c.name for c in contents]),
+    ]
+    wanted += [(f"section {s.name!r}", s.array, c.array) for s, c in zip(header.sections, contents, strict=False)]
+    if any(there != here for _, there, here in wanted):
+        raise GeometryError("the frame does not fit: " + _differences(wanted))
+
+
+def stored_bytes_max(geometry: Geometry, group: str, tokens: int) -> int:
+    """The most bytes that the frame of `group` over a span as long as the one that ends at `tokens` can have.
+
+    A frame that is stored raw has as many, but for a few bytes of small numbers in the header, which alignment mostly
+    swallows; no codec makes it larger. Raises `GeometryError` as `Geometry.span` does.
+    """
+    largest = TOKENS_MAX - 1
+    contents = _contents(geometry, FrameKey(_DIGEST, _DIGEST, _DIGEST, group, tokens))
+    rows = [(c.name, c.array.dtype, c.array.shape, RAW.number, c.array.bytes, b"") for c in contents]
+    values = (
+        *(_DIGEST, _DIGEST, _DIGEST, group, largest, geometry.shards - 1, _U64_MAX),
+        *(_DIGEST, _DIGEST, largest, largest, _U64_MAX, rows),
+        bytes(_U64.size * len(rows)),
+    )
+    return _positions(FIXED_HEADER_BYTES + len(msgpack.packb(values)), [c.array.bytes for c in contents])[2]
+
+
 def decode(
     data: Buffer,
     *,
@@ -305,10 +341,9 @@ def decode(
     try:
         view = _view(data)
         header = _read_header(view, view.nbytes)
-        contents = _contents(geometry, key)
-        _check_expected(header, key, identity_digest, geometry, contents)
+        check_expected(header, key=key, identity_digest=identity_digest, geometry=geometry)
         if into is not None:
-            _check_arrays(into, contents, key, writable=True)
+            _check_arrays(into, _contents(geometry, key), key, writable=True)
         _check_padding(view, header)
         whole: Bytes = np.frombuffer(view, np.uint8)
         whole.flags.writeable = False
@@ -511,24 +546,6 @@ def _unpack_canonical(meta: memoryview) -> object:
     if not canonical:
         raise FrameError("the meta is not in canonical form")
     return values
-
-
-def _check_expected(
-    header: FrameHeader, key: FrameKey, identity_digest: bytes, geometry: Geometry, contents: Sequence[_Content]
-) -> None:
-    """Raise `IdentityError` or `GeometryError` listing everything in which the frame is not the expected one."""
-    if header.key != key or header.identity_digest != identity_digest:
-        pairs = [(f.name, getattr(header.key, f.name), getattr(key, f.name)) for f in fields(FrameKey)]
-        pairs.append(("identity", header.identity_digest, identity_digest))
-        raise IdentityError("the frame is another one: " + _differences(pairs))
-    wanted: list[tuple[str, object, object]] = [
-        ("geometry", header.geometry_fingerprint, geometry.fingerprint()),
-        ("span", header.span, geometry.span(key.group, key.tokens)),
-        ("section names", [s.name for s in header.sections], [c.name for c in contents]),
-    ]
-    wanted += [(f"section {s.name!r}", s.array, c.array) for s, c in zip(header.sections, contents, strict=False)]
-    if any(there != here for _, there, here in wanted):
-        raise GeometryError("the frame does not fit: " + _differences(wanted))
 
 
 def _differences(pairs: Sequence[tuple[str, object, object]]) -> str:

@@ -200,7 +200,7 @@ class Geometry:
         return sum(self.frame_bytes(group.name, self.block_tokens) for group in self.block_groups)
 
     def span(self, group: str, tokens: int) -> tuple[int, int]:
-        """The token span [start, stop) whose rows a frame at `tokens` holds. Raises `GeometryError` if there is none."""
+        """The span [start, stop) whose rows a frame at `tokens` holds. Raises `GeometryError` if there is none."""
         if not 0 < tokens < TOKENS_MAX:
             raise GeometryError(f"tokens {tokens} is outside 1 .. 2**32 - 1")
         if group == CHECKPOINT:
@@ -274,7 +274,7 @@ class Geometry:
 
     @staticmethod
     def from_document(document: object) -> Geometry:
-        """The geometry that `to_document` described. Raises `GeometryError` for unknown, missing or ill-typed fields."""
+        """What `to_document` described. Raises `GeometryError` for unknown, missing or ill-typed fields."""
         top = _typed_fields(document, {"block_tokens": int, "shards": int, "parts": list}, "geometry")
         wanted: dict[str, type | tuple[type, ...]] = {
             "name": str,

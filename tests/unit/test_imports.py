@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefix_tree": CORE,
     "index": CORE | {"prefix_tree"},
     "policy": CORE | {"prefix_tree", "index"},  # policies read the index, which never asks a policy
-    "config": CORE,
+    "config": CORE | {"tiers"},
     "metrics": {"errors"},
     "cache": NODE - {"cache"},
     "engines": CORE | {"devices", "states"},

@@ -101,7 +101,7 @@ class Engine(ABC):
         return b""
 
     def load_sampler_state(self, sequence: int, state: bytes) -> None:
-        """Take over what `sampler_state` gave on the worker that the sequence left. Raises `StateError` if it cannot."""
+        """Take over what `sampler_state` gave on another worker. Raises `StateError` if it cannot."""
         if state:
             raise StateError(f"sequence {sequence}: this engine keeps no sampler state, and got {len(state)} bytes")
 

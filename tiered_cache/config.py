@@ -1,0 +1,95 @@
+"""Settings of a node's tiers and of a cluster's workers: plain checked data, and sizes as people write them.
+
+A setting that cannot work is a `ConfigError` that names it, before anything is started.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiered_cache.errors import ConfigError
+from tiered_cache.tiers.disk import SyncPolicy
+
+_SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<binary>i?)[bB]?\s*")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+BYTES_MAX = 1 << 60
+
+
+def parse_size(text: str, setting: str = "size") -> int:
+    """Bytes of `64 MiB`, `64MB`, `1.5GiB` or `4096`; k, M, G, T are powers of 1000, with `i` of 1024."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{setting} {text!r} is not a size such as 512MiB or 4GB")
+    power = _POWERS[match["unit"].lower()]
+    if match["binary"] and not power:
+        raise ConfigError(f"{setting} {text!r}: 'i' needs a unit before it")
+    bytes_ = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    if not 0 <= bytes_ <= BYTES_MAX:
+        raise ConfigError(f"{setting} {text!r} is larger than {BYTES_MAX} bytes")
+    return bytes_
+
+
+def format_size(bytes_: float) -> str:
+    """Bytes for people, in powers of 1024 and three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(bytes_) < 1024:
+            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.3g} {unit}"
+        bytes_ /= 1024
+    return f"{bytes_:.4g} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """The tiers of one node: host memory, and a directory on its disk if there is one."""
+
+    host_bytes: int = 1 << 30
+    disk_dir: Path | None = None
+    disk_bytes: int = 0
+    disk_sync: SyncPolicy = SyncPolicy.DATA
+    compress_disk: bool = True
+    policy: str = "lru"
+    seed: int = 0
+    executor_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < 0 or self.disk_bytes < 0:
+            raise ConfigError(f"host_bytes {self.host_bytes} and disk_bytes {self.disk_bytes} must not be negative")
+        if not self.host_bytes and self.disk_dir is None:
+            raise ConfigError(
+                "there is neither host memory (host_bytes) nor a disk directory (disk_dir) to keep frames"
+            )
+        if (self.disk_dir is None) != (self.disk_bytes == 0):
+            raise ConfigError(f"disk_dir {self.disk_dir} and disk_bytes {self.disk_bytes} go together")
+        if self.executor_threads < 1:
+            raise ConfigError(f"executor_threads {self.executor_threads} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One kind of worker: its engine and how much state it can hold."""
+
+    engine: str = "qsa-ple-gdn:tiny"
+    """Name of a reference engine's shape and size."""
+    block_tokens: int | None = None
+    """The engine's own if None."""
+    capacity_bytes: int = 256 << 20
+    staging_slots: int = 8
+    seed: int = 0
+    num_gpus: float = 0.0
+    device: str = "numpy"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """A set of workers and their nodes' tiers."""
+
+    workers: int = 2
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    tiers: TierSettings = field(default_factory=TierSettings)
+    name: str = "tiered-cache"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= 4096:
+            raise ConfigError(f"workers {self.workers} is outside 1 .. 4096")

@@ -1,0 +1,95 @@
+"""What a policy is asked and what it answers.
+
+There is one policy object for each tier. A cache and a simulator drive the same object, in this order for a request:
+
+    take_at = policy.start(request, match, hints, now_s, view)          # before the prompt is computed
+    take_at += policy.finish(request, chain, output_tokens, now_s)      # after the last token
+    new = index.candidates(chain, take_at, tier, frame_bytes)
+    proposal = policy.propose(new, free_bytes, pinned, now_s, view)     # drop these, in this order, then take those
+    policy.commit(added, dropped, now_s, view)                          # what really happened, losses and recovery too
+
+A policy is deterministic: the same calls and the same seed give the same answers. What it remembers is bounded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+
+from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a caller knows about one sequence's future; every field may be left out, and none is trusted for safety."""
+
+    priority: int = 0
+    """Lower ones are dropped first, whatever the policy thinks of them."""
+    pin_until_s: float | None = None
+    """Not to be dropped before this time, on the clock of `now_s`."""
+    ttl_s: float | None = None
+    """Worthless this long after its last use."""
+    returns_in_s: float | None = None
+    """The session is expected back about then: the length of a tool call, say."""
+    will_not_return: bool = False
+    """The session is over: its last state is not worth keeping."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One request as a policy sees it; compared by identity."""
+
+    chain: Chain
+    """The prompt's block hashes."""
+    input_tokens: int
+    session: Hashable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Drop these checkpoints, in this order, and take those candidates."""
+
+    admit: tuple[PrefixId, ...]
+    drop: tuple[PrefixId, ...]
+
+
+class CachePolicy(ABC):
+    """One tier's admission and eviction."""
+
+    @abstractmethod
+    def start(self, request: Request, match: Match, hints: Hints, now_s: float, resident: TierView) -> tuple[int, ...]:
+        """A request begins, with `match.tokens` restored; returns the lengths within the prompt to checkpoint."""
+
+    @abstractmethod
+    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
+        """A request has ended; `chain` holds all its tokens. Returns the lengths at its end to checkpoint."""
+
+    @abstractmethod
+    def propose(
+        self,
+        new: Sequence[Candidate],
+        free_bytes: int,
+        pinned: Collection[PrefixId],
+        now_s: float,
+        resident: TierView,
+    ) -> Proposal:
+        """Which of one request's new checkpoints to take, and which others must go for that.
+
+        `free_bytes` is what is left of the tier's budget; below 0 if the budget has shrunk. With `new` empty it makes
+        room alone. None of `pinned` may be dropped; if room cannot be made without, less is admitted.
+        """
+
+    @abstractmethod
+    def commit(
+        self,
+        added: Sequence[PrefixId],
+        dropped: Sequence[tuple[PrefixId, RemovalReason]],
+        now_s: float,
+        resident: TierView,
+    ) -> None:
+        """Checkpoints came into the tier, shorter ones first, or left it: proposed, lost or recovered."""
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """About how much memory the policy's own state takes."""

@@ -1,0 +1,124 @@
+"""A cluster within this process: the same classes as behind the actors, called directly.
+
+For tests, for tools, and for replays without Ray.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Protocol, Self
+
+from tiered_cache.config import ClusterSettings
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import Identity
+from tiered_cache.policy.base import Hints
+from tiered_cache.service.build import build_cache, build_engine
+from tiered_cache.service.deadline import Clock
+from tiered_cache.service.messages import (
+    Prompt,
+    Restored,
+    RunResult,
+    SequenceRef,
+    SpillOffer,
+    SpillResult,
+    Ticket,
+)
+from tiered_cache.service.owner import SequenceOwner
+from tiered_cache.service.router import Placement, RestoreRouter, RouterSettings
+from tiered_cache.service.tiering import TieringService
+from tiered_cache.tiers.base import Durability
+
+
+class WorkerPort(Protocol):
+    """What a driver asks of a worker whose engine computes."""
+
+    def run(
+        self, place: SequenceRef | int, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
+    ) -> RunResult: ...
+    def release(self, source: SequenceRef, *, deadline_s: float) -> None: ...
+
+
+class RouterPort(Protocol):
+    """What a driver asks of a router."""
+
+    def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement: ...
+    def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket: ...
+    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored: ...
+
+
+class SpillPort(Protocol):
+    """What a driver asks of a node's tiering service."""
+
+    def spill(
+        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
+    ) -> SpillResult: ...
+
+
+class Cluster(Protocol):
+    """A running set of workers, tiering services and a router, wherever they run."""
+
+    @property
+    def namespace(self) -> bytes: ...
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def router(self) -> RouterPort: ...
+    @property
+    def workers(self) -> Mapping[str, WorkerPort]: ...
+    @property
+    def tierings(self) -> Mapping[str, SpillPort]: ...
+    def counters(self) -> dict[str, int]:
+        """Sums of all counters, by who counted: `router.misses.evicted`, `cache.frames.host.put`."""
+
+    def close(self) -> None: ...
+
+
+class LocalCluster:
+    """Workers, one node's tiers and a router in this process."""
+
+    NODE = "local"
+
+    def __init__(
+        self, settings: ClusterSettings, *, router: RouterSettings | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
+        self.cache = build_cache(settings.tiers, self._executor, clock=clock)
+        self.tiering = TieringService(self.cache, node=self.NODE, owners=lambda name: self.workers[name], clock=clock)
+        self.tierings = {self.NODE: self.tiering}
+        self.workers = {
+            name: SequenceOwner(
+                build_engine(settings.worker),
+                name=name,
+                node=self.NODE,
+                tiering=lambda node: self.tierings[node],
+                clock=clock,
+            )
+            for name in (f"worker-{number}" for number in range(settings.workers))
+        }
+        engine = next(iter(self.workers.values())).engine
+        self.identity, self.geometry = engine.identity, engine.geometry
+        self.namespace = self.cache.register(self.identity, self.geometry)
+        self.router = RestoreRouter(self.workers, self.tierings, self._executor, settings=router, clock=clock)
+
+    def counters(self) -> dict[str, int]:
+        """Sums of all counters, by who counted."""
+        named = (("router", self.router.counters()), ("cache", self.cache.counters()))
+        return {f"{who}.{what}": count for who, counts in named for what, count in sorted(counts.items())}
+
+    def close(self) -> None:
+        """Let go of the tiers; what they hold stays where it is durable."""
+        self.cache.close()
+        self._executor.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

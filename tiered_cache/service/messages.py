@@ -1,0 +1,229 @@
+"""What the owner, the tiering and the router say to each other: plain frozen data, and the ports they say it through.
+
+A port is the interface that a caller sees, whether the other side is an object in this process or a Ray actor
+behind a proxy; nothing else knows which. Bytes cross a port as contiguous uint8 arrays, one for all that is exported
+(`Parcel`) and one for each stored frame, so that a faster lane can replace the transport without anyone noticing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tiered_cache.cache import Kept, Offer, PlannedFrame, Receipt
+from tiered_cache.engines.base import FrameName, HostArray
+from tiered_cache.errors import MissReason
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import FrameKey, Identity, PrefixChain
+from tiered_cache.policy.base import Hints
+from tiered_cache.tiers.base import Durability
+
+ALIGNMENT = 64
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SequenceRef(NamedTuple):
+    """One sequence at one time: stale as soon as its owner was restarted or its epoch rose."""
+
+    owner: str
+    generation: int
+    sequence: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Raw arrays of several frames in one uint8 array, laid out as `parcel_views` says."""
+
+    names: tuple[FrameName, ...]
+    body: Bytes
+
+
+def parcel_bytes(geometry: Geometry, names: Sequence[FrameName]) -> int:
+    """Size of a parcel's body: every array begins at a multiple of 64."""
+    return sum(_aligned(spec.bytes) for name in names for spec in geometry.arrays(name.group, name.tokens).values())
+
+
+def parcel_views(geometry: Geometry, names: Sequence[FrameName], body: Bytes) -> list[dict[str, HostArray]]:
+    """Each frame's arrays as views into `body`, in the order of the geometry."""
+    views: list[dict[str, HostArray]] = []
+    offset = 0
+    for name in names:
+        arrays: dict[str, HostArray] = {}
+        for part, spec in geometry.arrays(name.group, name.tokens).items():
+            arrays[part] = body[offset : offset + spec.bytes].view(spec.storage).reshape(spec.shape)
+            offset += _aligned(spec.bytes)
+        views.append(arrays)
+    return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Bid(NamedTuple):
+    """What an owner can offer a new sequence."""
+
+    owner: str
+    generation: int
+    node: str
+    bytes_free: int
+    resident_tokens: int
+    """How much of the prompt one of its live sequences already holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillOffer:
+    """Checkpoints of one sequence that are worth keeping, offered by its owner to a tiering service."""
+
+    source: SequenceRef
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class SpillResult:
+    """What became of an offer."""
+
+    kept: tuple[Kept, ...]
+    """The offered checkpoints that can be restored now, and what each would survive: the acknowledgement."""
+    declined: tuple[tuple[int, str], ...]
+    """(token count, why) of those that were not taken."""
+    receipts: tuple[Receipt, ...]
+    """One for each frame that had to come."""
+    bytes_moved: int = 0
+    """Raw bytes that left the owner."""
+    plan: RestorePlan | None = None
+    """How to restore the last checkpoint; pinned. Only where the caller asked for a pin."""
+
+    @property
+    def bytes_stored(self) -> int:
+        return sum(receipt.bytes_stored for receipt in self.receipts if receipt.created)
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """Everything a worker needs to pull a state from one node's tiers. The frames are pinned until `pin` is dropped."""
+
+    node: str
+    generation: int
+    """Of the tiering service that answered."""
+    tokens: int
+    frames: tuple[PlannedFrame, ...]
+    pin: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatchReply:
+    """A node's answer to a look-up: a plan, or the reason why there is none."""
+
+    plan: RestorePlan | None
+    reason: MissReason | None
+    take_at: tuple[int, ...]
+    """Token counts at which this node's policies would like checkpoints of the prompt, ascending."""
+    request: int
+    """The node's number for the request, to go with its offer."""
+    hashes: tuple[bytes, ...]
+    """h(0) .. h(blocks) of the prompt."""
+    tier: str = ""
+    """The deepest tier that a frame of the plan has to come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a request and what the caller knows about it."""
+
+    tokens: npt.NDArray[np.uint32]
+    extra_keys: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    hints: Hints = field(default_factory=Hints)
+    session: str | None = None
+
+    def head(self, tokens: int) -> Prompt:
+        """The first `tokens` tokens."""
+        return replace(self, tokens=self.tokens[:tokens])
+
+    def chain(self, namespace: bytes, block_tokens: int) -> PrefixChain:
+        return PrefixChain(namespace, block_tokens, self.tokens, self.extra_keys)
+
+
+class StateMark(NamedTuple):
+    """What tells two states apart: a digest of all bytes, and what the engine would emit next."""
+
+    tokens: int
+    digest: str
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A sequence that a worker made from stored frames."""
+
+    source: SequenceRef
+    tokens: int
+    bytes_read: int
+    mark: StateMark | None = None
+    """Of engines that can compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What an owner did for a prompt: the sequence now stands at its end."""
+
+    source: SequenceRef
+    offer: SpillOffer
+    marks: tuple[StateMark, ...]
+    """One for each checkpoint of the offer."""
+    skipped: tuple[int, ...] = ()
+    """Token counts at which no staging slot was free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A suspended sequence: all that is needed to resume it on any worker of the same identity and geometry."""
+
+    namespace: bytes
+    prompt: Prompt
+    plan: RestorePlan
+    sampler_state: bytes
+    """Opaque bytes of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspension:
+    """A sequence that has stopped where it is, and everything about it but its state."""
+
+    offer: SpillOffer
+    prompt: Prompt
+    sampler_state: bytes
+
+
+class OwnerPort(Protocol):
+    """A sequence owner as routers and tiering services see it. `deadline_s` counts from the call."""
+
+    def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid: ...
+    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int: ...
+    def cancel(self, lease: int, *, deadline_s: float) -> None: ...
+    def inject(
+        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+    ) -> Restored: ...
+    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel: ...
+    def release(self, source: SequenceRef, *, deadline_s: float) -> None: ...
+    def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension: ...
+    def wake(self, source: SequenceRef, *, deadline_s: float) -> None: ...
+
+
+class TieringPort(Protocol):
+    """A node's tiering service as routers and owners see it. `deadline_s` counts from the call."""
+
+    def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes: ...
+    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply: ...
+    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]: ...
+    def spill(
+        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
+    ) -> SpillResult: ...
+    def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None: ...
+    def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool: ...

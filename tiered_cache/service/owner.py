@@ -1,0 +1,423 @@
+"""`SequenceOwner`: what any process that owns sequences needs, to have them spilled and to get them back.
+
+It knows, for each sequence, the tokens behind the state, its epoch and where its rows come from; the engine knows
+the state. An actor of one's own becomes an owner by holding one of these and forwarding the calls of `OwnerPort`.
+
+Locks: one for the table of sequences, one for each sequence, so that an export never meets a rewind or a release.
+None is held while another process is asked for something.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_cache import frame
+from tiered_cache.cache import Offer, PlannedFrame
+from tiered_cache.engines.base import ComputingEngine, Engine, FrameName
+from tiered_cache.errors import (
+    CapacityError,
+    ConfigError,
+    FrameNotFoundError,
+    IdentityError,
+    MissReason,
+    PositionError,
+    StaleError,
+    TieredCacheError,
+)
+from tiered_cache.identity import CHECKPOINT, PrefixChain, Tokens, namespace_of
+from tiered_cache.service.deadline import Clock, Deadline
+from tiered_cache.service.messages import (
+    Bid,
+    Bytes,
+    Parcel,
+    Prompt,
+    Restored,
+    RestorePlan,
+    RunResult,
+    SequenceRef,
+    SpillOffer,
+    StateMark,
+    Suspension,
+    TieringPort,
+    parcel_bytes,
+    parcel_views,
+)
+
+FETCH_BYTES_MAX = 256 << 20
+"""How much one call for stored frames may bring; a longer state comes in several."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One sequence of the engine. `lock` is held while the engine works on it."""
+
+    handle: int
+    chain: PrefixChain
+    epoch: int
+    lineage: int
+    lineages: list[int]
+    staged: set[int] = field(default_factory=set)
+    suspended: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    reservation: int
+    tokens: int
+    expires_s: float
+
+
+class SequenceOwner:
+    """The sequences of one engine, under names, epochs and leases."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        node: str,
+        tiering: Callable[[str], TieringPort],
+        generation: int | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.node = node
+        self.generation = time.time_ns() if generation is None else generation
+        self.namespace = namespace_of(engine.identity.digest(), engine.geometry.fingerprint())
+        self._identity_digest = engine.identity.digest()
+        self._tiering = tiering
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sequences: dict[int, _Tracked] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._counter = 0
+
+    # Room
+
+    def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
+        """What it could offer a prompt with these block hashes. Raises `IdentityError` for another namespace."""
+        del deadline_s
+        self._check_namespace(namespace)
+        self._drop_expired_leases()
+        with self._lock:
+            chains = [tracked.chain for tracked in self._sequences.values()]
+        shared = max((_common_blocks(chain.block_hashes(), hashes) for chain in chains), default=0)
+        resident_tokens = shared * self.engine.geometry.block_tokens
+        return Bid(self.name, self.generation, self.node, self.engine.bytes_free(), resident_tokens)
+
+    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
+        """Room for a sequence that may grow to `tokens` tokens, held for `lease_s` seconds; returns the lease.
+
+        Raises `IdentityError` for another namespace, `CapacityError` if there is no room; nothing is held then.
+        """
+        del deadline_s
+        self._check_namespace(namespace)
+        self._drop_expired_leases()
+        reservation = self.engine.reserve(tokens)
+        with self._lock:
+            self._counter += 1
+            self._leases[self._counter] = _Lease(reservation, tokens, self._clock() + lease_s)
+            return self._counter
+
+    def cancel(self, lease: int, *, deadline_s: float) -> None:
+        """Give a lease back. Idempotent."""
+        del deadline_s
+        with self._lock:
+            held = self._leases.pop(lease, None)
+        if held is not None:
+            self.engine.cancel(held.reservation)
+
+    # A sequence comes in
+
+    def inject(
+        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+    ) -> Restored:
+        """Make a sequence of the plan's first `plan.tokens` tokens of the prompt from stored frames, all or nothing.
+
+        Capacity is settled before a body moves. Every frame is checked against the key that these tokens have
+        here, this engine's identity and its geometry, whoever made the plan. Raises `CapacityError`, `FrameError`
+        (with the frame's key), `FrameNotFoundError`, `StateError`, `DeadlineError`; nothing has changed then.
+        """
+        deadline = Deadline.after(deadline_s, self._clock)
+        if not 0 < plan.tokens <= len(prompt.tokens):
+            raise PositionError(f"a plan for {plan.tokens} tokens of a prompt of {len(prompt.tokens)}")
+        chain = prompt.head(plan.tokens).chain(self.namespace, self.engine.geometry.block_tokens)
+        self._check_plan(plan, chain)
+        reservation = self.engine.reserve(max(capacity_tokens, plan.tokens))
+        restoration = None
+        try:
+            restoration = self.engine.restoration(reservation, plan.tokens)
+            bytes_read = 0
+            for planned, body in self._bodies(plan, deadline):
+                stored = frame.decode(
+                    body,
+                    key=planned.key,
+                    identity_digest=self._identity_digest,
+                    geometry=self.engine.geometry,
+                )
+                restoration.put(FrameName(planned.key.group, planned.key.tokens), stored.arrays)
+                bytes_read += len(body)
+            deadline.left_s("restore")
+            handle = restoration.commit()
+        except BaseException:
+            if restoration is not None:
+                restoration.abort()
+            self.engine.cancel(reservation)
+            raise
+        if sampler_state:
+            try:
+                self.engine.load_sampler_state(handle, sampler_state)
+            except TieredCacheError:
+                self.engine.release(handle)
+                raise
+        by_block = {p.key.tokens: p.lineage for p in plan.frames if p.key.group != CHECKPOINT}
+        size = self.engine.geometry.block_tokens
+        lineages = [by_block.get((block + 1) * size, 0) for block in range(chain.blocks)]
+        source = self._track(handle, chain, lineages)
+        return Restored(source, plan.tokens, bytes_read, self._mark(handle))
+
+    def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:
+        """A plan names frames of exactly this prefix, this namespace and this rank, or it is refused."""
+        for planned in plan.frames:
+            key = planned.key
+            if not 0 < key.tokens <= plan.tokens:
+                raise PositionError(f"a frame at {key.tokens} in a plan for {plan.tokens} tokens", key.path())
+            if key.private not in {0, planned.lineage}:
+                raise IdentityError(f"a private copy of {key.private} planned as of {planned.lineage}", key.path())
+            expected = chain.key(key.group, key.tokens, self.engine.rank, key.private)
+            if key != expected:
+                raise IdentityError(f"these tokens have {expected.path()} there, not this frame", key.path())
+
+    def _bodies(self, plan: RestorePlan, deadline: Deadline) -> Iterator[tuple[PlannedFrame, Bytes]]:
+        """The plan's stored frames in order, pulled in calls of bounded size."""
+        port = self._tiering(plan.node)
+        wanted = plan.frames
+        while wanted:
+            keys = tuple(planned.key for planned in wanted)
+            bodies = port.fetch(keys, FETCH_BYTES_MAX, deadline_s=deadline.left_s("restore"))
+            if not bodies:
+                raise FrameNotFoundError("the tier answered with no frame", keys[0].path(), plan.node)
+            for planned, body in zip(wanted, bodies, strict=False):
+                if isinstance(body, MissReason):
+                    raise FrameNotFoundError(f"was promised, and now is {body}", planned.key.path(), plan.node)
+                yield planned, body
+            wanted = wanted[len(bodies) :]
+
+    def track(self, handle: int, prompt: Prompt) -> SequenceRef:
+        """Take a sequence of the engine under management; its state must cover exactly the prompt's tokens."""
+        if self.engine.tokens(handle) != len(prompt.tokens):
+            raise PositionError(f"the state covers {self.engine.tokens(handle)} tokens, not {len(prompt.tokens)}")
+        return self._track(handle, prompt.chain(self.namespace, self.engine.geometry.block_tokens), [])
+
+    def _track(self, handle: int, chain: PrefixChain, lineages: list[int]) -> SequenceRef:
+        lineage = secrets.randbits(63) | 1
+        lineages += [lineage] * (chain.blocks - len(lineages))
+        with self._lock:
+            self._counter += 1
+            self._sequences[self._counter] = _Tracked(handle, chain, 1, lineage, lineages)
+            return SequenceRef(self.name, self.generation, self._counter, 1)
+
+    # A sequence runs
+
+    def start(self, lease: int, extra_keys: Mapping[int, tuple[bytes, ...]] | None = None) -> SequenceRef:
+        """Make an empty sequence in leased room. Raises `StaleError` if the lease has run out."""
+        with self._lock:
+            held = self._leases.pop(lease, None)
+        if held is None:
+            raise StaleError(f"lease {lease} has run out or was given back")
+        handle = self._computing().start(held.reservation)
+        chain = PrefixChain(self.namespace, self.engine.geometry.block_tokens, extra_keys=extra_keys or {})
+        return self._track(handle, chain, [])
+
+    def extend(self, source: SequenceRef, tokens: Tokens) -> None:
+        """Compute further tokens: uint32, shape [k]."""
+        with self._held(source) as tracked:
+            self._running(tracked)
+            self._computing().extend(tracked.handle, tokens)
+            tracked.chain.extend(tokens)
+            tracked.lineages += [tracked.lineage] * (tracked.chain.blocks - len(tracked.lineages))
+
+    def rewind(self, source: SequenceRef, tokens: int) -> SequenceRef:
+        """Note that the engine has cut the sequence back to `tokens` accepted tokens.
+
+        The epoch rises: offers and exports of before are refused. Returns the new reference.
+        """
+        with self._held(source) as tracked:
+            chain = tracked.chain
+            tracked.chain = PrefixChain(chain.namespace, chain.block_tokens, chain.tokens[:tokens], chain.extra_keys)
+            tracked.lineage = secrets.randbits(63) | 1
+            del tracked.lineages[tracked.chain.blocks :]
+            tracked.staged = {n for n in tracked.staged if n <= tokens}
+            tracked.epoch += 1
+            return source._replace(epoch=tracked.epoch)
+
+    def stage(self, source: SequenceRef) -> bool:
+        """Keep what a checkpoint at the current token count needs; False if no staging slot was free."""
+        with self._held(source) as tracked:
+            try:
+                self.engine.stage(tracked.handle)
+            except CapacityError:
+                return False
+            tracked.staged.add(len(tracked.chain))
+            return True
+
+    def offer(self, source: SequenceRef) -> SpillOffer:
+        """All staged checkpoints and the current token count, for a tiering service to pull."""
+        with self._held(source) as tracked:
+            return self._offer(source, tracked, private=False)
+
+    def run(self, place: SequenceRef | int, prompt: Prompt, take_at: Sequence[int], *, deadline_s: float) -> RunResult:
+        """Compute what is left of a prompt, staging checkpoints on the way.
+
+        `place` is a restored sequence, or a lease for an empty one. Raises `PositionError` if the sequence's tokens
+        are not a prefix of the prompt, and what the engine raises; the sequence is released then.
+        """
+        deadline = Deadline.after(deadline_s, self._clock)
+        source = self.start(place, prompt.extra_keys) if isinstance(place, int) else place
+        marks, skipped = [], []
+        try:
+            with self._held(source) as tracked:
+                done = len(tracked.chain)
+                _check_is_prefix(tracked.chain, prompt)
+                end = len(prompt.tokens)
+                for stop in [*sorted({n for n in take_at if done < n < end}), end]:
+                    deadline.left_s("run")
+                    if stop > len(tracked.chain):
+                        self.extend(source, prompt.tokens[len(tracked.chain) : stop])
+                    if stop != end and not self.stage(source):
+                        skipped.append(stop)
+                    elif mark := self._mark(tracked.handle):
+                        marks.append(mark)
+                return RunResult(source, self._offer(source, tracked, private=False), tuple(marks), tuple(skipped))
+        except BaseException:
+            self.release(source, deadline_s=deadline_s)
+            raise
+
+    # A sequence goes out
+
+    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
+        """The raw arrays of these frames, in one array that then belongs to the caller.
+
+        Raises `StaleError` if the sequence is not what the caller believes it to be, `StateError` if the engine
+        cannot give one of the frames. The sequence is as it was.
+        """
+        del deadline_s
+        body = np.empty(parcel_bytes(self.engine.geometry, names), dtype=np.uint8)
+        with self._held(source) as tracked:
+            self.engine.export(tracked.handle, names, parcel_views(self.engine.geometry, names, body))
+        return Parcel(names, body)
+
+    def release(self, source: SequenceRef, *, deadline_s: float) -> None:
+        """Free the sequence's device memory. Idempotent: what is gone is gone; a stale epoch is refused."""
+        del deadline_s
+        try:
+            with self._held(source) as tracked:
+                tracked.epoch += 1
+                with self._lock:
+                    self._sequences.pop(source.sequence, None)
+                self.engine.release(tracked.handle)
+        except FrameNotFoundError:
+            return
+
+    def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
+        """Stop the sequence where it stands: until `wake` or `release` it can be exported, and nothing else."""
+        del deadline_s
+        with self._held(source) as tracked:
+            self._running(tracked)
+            offer = self._offer(source, tracked, private=True)
+            state = self.engine.sampler_state(tracked.handle)
+            tracked.suspended = True
+            prompt = Prompt(tracked.chain.tokens, {k: tuple(v) for k, v in tracked.chain.extra_keys.items()})
+            return Suspension(offer, prompt, state)
+
+    def wake(self, source: SequenceRef, *, deadline_s: float) -> None:
+        """Let a suspended sequence run on: it could not be taken off this worker."""
+        del deadline_s
+        with self._held(source) as tracked:
+            tracked.suspended = False
+
+    # Within
+
+    def _offer(self, source: SequenceRef, tracked: _Tracked, *, private: bool) -> SpillOffer:
+        chain = tracked.chain
+        stops = [len(chain)] if private else sorted({*tracked.staged, len(chain)} - {0})
+        offer = Offer(
+            namespace=self.namespace,
+            block_tokens=chain.block_tokens,
+            rank=self.engine.rank,
+            hashes=tuple(chain.block_hashes()),
+            checkpoints=tuple((n, chain.prefix_hash(n)) for n in stops),
+            lineages=tuple(tracked.lineages),
+            lineage=tracked.lineage,
+            private=private,
+        )
+        return SpillOffer(source, offer)
+
+    def _mark(self, handle: int) -> StateMark | None:
+        engine = self.engine
+        if not isinstance(engine, ComputingEngine):
+            return None
+        return StateMark(engine.tokens(handle), engine.digest(handle), engine.output(handle))
+
+    @contextmanager
+    def _held(self, source: SequenceRef) -> Iterator[_Tracked]:
+        """The sequence, locked, if it still is what `source` says."""
+        if (source.owner, source.generation) != (self.name, self.generation):
+            raise StaleError(
+                f"asked as {source.owner} of generation {source.generation}, this is {self.name} of {self.generation}"
+            )
+        with self._lock:
+            tracked = self._sequences.get(source.sequence)
+        if tracked is None:
+            raise FrameNotFoundError(f"sequence {source.sequence} was released", self.name)
+        with tracked.lock:
+            if tracked.epoch != source.epoch:
+                raise StaleError(f"sequence {source.sequence} is in epoch {tracked.epoch}, not {source.epoch}")
+            yield tracked
+
+    def _running(self, tracked: _Tracked) -> None:
+        if tracked.suspended:
+            raise StaleError("the sequence is suspended")
+
+    def _computing(self) -> ComputingEngine:
+        if not isinstance(self.engine, ComputingEngine):
+            raise ConfigError(f"{type(self.engine).__name__} is not an engine that this owner can run")
+        return self.engine
+
+    def _check_namespace(self, namespace: bytes) -> None:
+        if namespace != self.namespace:
+            raise IdentityError(f"namespace is {self.namespace.hex()[:16]} here, {namespace.hex()[:16]} was asked for")
+
+    def _drop_expired_leases(self) -> None:
+        now_s = self._clock()
+        with self._lock:
+            expired = [lease for lease, held in self._leases.items() if held.expires_s <= now_s]
+            gone = [self._leases.pop(lease) for lease in expired]
+        for held in gone:
+            self.engine.cancel(held.reservation)
+
+
+def _common_blocks(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:
+    """How many blocks two chains share: equal hashes mean equal everything before."""
+    low, high = 0, min(len(mine), len(theirs)) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if mine[middle] == theirs[middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _check_is_prefix(chain: PrefixChain, prompt: Prompt) -> None:
+    if not np.array_equal(chain.tokens, prompt.tokens[: len(chain)]):
+        raise PositionError(f"the sequence's {len(chain)} tokens are not the first of this prompt")

@@ -1,0 +1,392 @@
+"""`RestoreRouter`: finds the longest restorable prefix, chooses the worker, drives the restore, and decides on errors.
+
+The router keeps no copy of what the tiers hold: it asks every node, and the node that will serve the frames answers
+and pins them in the same call. A view that is not kept can be neither stale nor lost with the router; it costs one
+parallel round of calls a request. What follows from an error is decided here, in `CONSEQUENCES`; whatever happens, no
+call outlives its deadline, and the answer is a sequence or a miss with its reason.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from tiered_cache.errors import (
+    CapacityError,
+    DeadlineError,
+    FrameError,
+    FrameNotFoundError,
+    GeometryError,
+    IdentityError,
+    MissReason,
+    StaleError,
+    StateError,
+    TieredCacheError,
+    TierError,
+    VersionError,
+)
+from tiered_cache.identity import FrameKey
+from tiered_cache.service.deadline import Clock, Deadline
+from tiered_cache.service.messages import (
+    Bid,
+    MatchReply,
+    OwnerPort,
+    Prompt,
+    Restored,
+    RestorePlan,
+    SequenceRef,
+    Ticket,
+    TieringPort,
+)
+from tiered_cache.tiers.base import Durability
+
+_T = TypeVar("_T")
+_Port = TypeVar("_Port")
+
+LOOKUPS_MAX = 3
+"""How often one request looks again after a plan turned out to be out of date or a frame to be bad."""
+
+
+class Then(enum.Enum):
+    """What to do after a worker could not restore a plan."""
+
+    NEXT_WORKER = enum.auto()
+    LOOK_AGAIN = enum.auto()
+    COMPUTE = enum.auto()
+
+
+CONSEQUENCES: tuple[tuple[type[TieredCacheError], Then, MissReason], ...] = (
+    (VersionError, Then.COMPUTE, MissReason.VERSION),  # a newer peer's frame: sound, and not for us
+    (FrameError, Then.LOOK_AGAIN, MissReason.QUARANTINED),  # reported to its tier first
+    (FrameNotFoundError, Then.LOOK_AGAIN, MissReason.LOST),
+    (StaleError, Then.LOOK_AGAIN, MissReason.LOST),
+    (CapacityError, Then.NEXT_WORKER, MissReason.CAPACITY),
+    (IdentityError, Then.NEXT_WORKER, MissReason.NAMESPACE),
+    (GeometryError, Then.NEXT_WORKER, MissReason.NAMESPACE),
+    (StateError, Then.NEXT_WORKER, MissReason.REFUSED),
+    (DeadlineError, Then.NEXT_WORKER, MissReason.DEADLINE),
+    (TierError, Then.NEXT_WORKER, MissReason.TIER_ERROR),
+)
+"""The first row whose class fits decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Limits of one router; seconds."""
+
+    pin_s: float = 30.0
+    lease_s: float = 30.0
+    ask_s: float = 2.0
+    """How long a node or a worker may take to answer what it has; one that does not is left out."""
+    suspend_pin_s: float = 3600.0
+    """How long a suspended sequence's frames are kept for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request runs: a restored sequence, or a lease for an empty one, and why it is not more."""
+
+    owner: str
+    node: str
+    restored: Restored | None
+    lease: int | None
+    reason: MissReason | None
+    """Why nothing was restored; None if something was."""
+    refusals: tuple[tuple[str, str], ...]
+    """(kind of error, message) of every attempt that was refused on the way."""
+    take_at: tuple[int, ...]
+    """Where the policies of the chosen worker's node would like checkpoints."""
+    request: int | None
+    """That node's number for the request, to go with the offer of its checkpoints."""
+
+    @property
+    def restored_tokens(self) -> int:
+        return self.restored.tokens if self.restored else 0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What one request has met so far."""
+
+    deadline: Deadline
+    reason: MissReason | None = None
+    error: TieredCacheError | None = None
+    refusals: list[tuple[str, str]] = field(default_factory=list)
+
+
+class RestoreRouter:
+    """Routes over the owners and the tiering services it was given; holds nothing that a restart would lose."""
+
+    def __init__(
+        self,
+        owners: Mapping[str, OwnerPort],
+        tierings: Mapping[str, TieringPort],
+        executor: Executor,
+        *,
+        settings: RouterSettings | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._owners = dict(owners)
+        self._tierings = dict(tierings)
+        self._executor = executor
+        self._settings = settings or RouterSettings()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+        self._chosen: dict[str, int] = {}  # owner -> number of the last request it was given
+
+    def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
+        """A worker for this prompt, with the longest prefix restored that tiers, workers and deadline allow.
+
+        At most `len(prompt.tokens) - 1` tokens are restored: the state at n tokens cannot give the output that
+        follows token n - 1 a second time. Raises `CapacityError` if no worker has room for `capacity_tokens` tokens
+        with nothing restored, `DeadlineError` if none answered in time.
+        """
+        attempt = _Attempt(Deadline.after(deadline_s, self._clock))
+        bids: list[Bid] = []
+        replies: Mapping[str, MatchReply] = {}
+        for _ in range(LOOKUPS_MAX):
+            replies = self._match(namespace, prompt, attempt)
+            bids = bids or self._bids(namespace, _hashes(replies), attempt)
+            plan, why = _longest(replies)
+            if plan is None:
+                attempt.reason = attempt.reason or why
+                break
+            try:
+                outcome = self._restore(plan, prompt, b"", capacity_tokens, bids, attempt)
+            finally:
+                self._unpin_all(replies)
+            if isinstance(outcome, Restored):
+                self._count("restores")
+                bid = self._choose(bids, outcome.source.owner)
+                return _placement(bid, replies, attempt, restored=outcome)
+            if outcome is not Then.LOOK_AGAIN:
+                break
+        bid, lease = self._lease(namespace, capacity_tokens, bids, attempt)
+        attempt.reason = attempt.reason or MissReason.NOT_STORED
+        self._count(f"misses.{attempt.reason}")
+        return _placement(bid, replies, attempt, lease=lease)
+
+    def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+        """Take a running sequence off its worker, at any token, into the tiers of `node`.
+
+        It has left the worker when this returns, and its frames stay until the ticket is resumed or its pin runs
+        out. Raises what went wrong, `CapacityError` if the tiers declined; the sequence then runs on.
+        """
+        deadline = Deadline.after(deadline_s, self._clock)
+        owner, tiering = self._owners[source.owner], self._tierings[node]
+        suspension = owner.suspend(source, deadline_s=deadline.left_s("suspend"))
+        try:
+            result = tiering.spill(
+                suspension.offer,
+                durability,
+                suspension.prompt.hints,
+                self._settings.suspend_pin_s,
+                deadline_s=deadline.left_s("suspend"),
+            )
+            if result.plan is None:
+                why = "; ".join(why for _, why in result.declined) or "nothing was stored"
+                raise CapacityError(f"the sequence was not taken: {why}", tier=node)
+        except TieredCacheError:
+            owner.wake(source, deadline_s=self._settings.ask_s)
+            raise
+        self._count("suspends")
+        ticket = Ticket(suspension.offer.offer.namespace, suspension.prompt, result.plan, suspension.sampler_state)
+        owner.release(source, deadline_s=self._settings.ask_s)
+        return ticket
+
+    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
+        """Continue a suspended sequence on any worker; the ticket is used up.
+
+        Raises `StaleError` if it was used before, `CapacityError` if no worker has room, `FrameNotFoundError` or
+        `FrameError` if its frames are gone or bad: its tokens can then be computed again as a new request.
+        """
+        attempt = _Attempt(Deadline.after(deadline_s, self._clock))
+        bids = self._bids(ticket.namespace, (), attempt)
+        outcome = self._restore(ticket.plan, ticket.prompt, ticket.sampler_state, capacity_tokens, bids, attempt)
+        if not isinstance(outcome, Restored):
+            assert attempt.error is not None
+            raise attempt.error
+        plan = ticket.plan
+        first = self._tierings[plan.node].unpin(plan.pin, plan.generation, deadline_s=attempt.deadline.left_s("resume"))
+        if not first:
+            self._owners[outcome.source.owner].release(outcome.source, deadline_s=self._settings.ask_s)
+            raise StaleError("the ticket was used before, or its time ran out", tier=plan.node)
+        self._count("resumes")
+        return outcome
+
+    def counters(self) -> dict[str, int]:
+        """How often what happened: restores, misses and refusals by reason."""
+        with self._lock:
+            return dict(self._counters)
+
+    # Within
+
+    def _restore(
+        self,
+        plan: RestorePlan,
+        prompt: Prompt,
+        sampler_state: bytes,
+        capacity_tokens: int,
+        bids: Sequence[Bid],
+        attempt: _Attempt,
+    ) -> Restored | Then:
+        """Try the workers, best first, until one has restored the plan or an error says to stop."""
+        attempt.error = CapacityError("no worker answered")
+        attempt.reason = MissReason.CAPACITY
+        for bid in self._ranked(bids, plan.node):
+            try:
+                return self._owners[bid.owner].inject(
+                    plan, prompt, capacity_tokens, sampler_state, deadline_s=attempt.deadline.left_s("restore")
+                )
+            except TieredCacheError as error:
+                attempt.error = error
+                attempt.refusals.append((type(error).__name__, str(error)))
+                then, attempt.reason = _consequence(error)
+                self._count(f"refusals.{type(error).__name__}")
+                self._report(plan, error)
+                if then is not Then.NEXT_WORKER:
+                    return then
+        return Then.COMPUTE
+
+    def _report(self, plan: RestorePlan, error: TieredCacheError) -> None:
+        """Tell the node that served a bad frame."""
+        if not isinstance(error, FrameError) or isinstance(error, VersionError) or error.key is None:
+            return
+        with suppress(TieredCacheError):  # its next reader will find and report it again
+            key = FrameKey.parse(error.key)
+            self._tierings[plan.node].report_bad(key, error.message, deadline_s=self._settings.ask_s)
+
+    def _lease(self, namespace: bytes, capacity_tokens: int, bids: Sequence[Bid], attempt: _Attempt) -> tuple[Bid, int]:
+        """Room for an empty sequence on the first worker that grants it."""
+        error: TieredCacheError = CapacityError("no worker of this identity and geometry answered")
+        for bid in self._ranked(bids, None):
+            try:
+                lease = self._owners[bid.owner].reserve(
+                    namespace,
+                    capacity_tokens,
+                    self._settings.lease_s,
+                    deadline_s=attempt.deadline.left_s("reserve"),
+                )
+            except TieredCacheError as refusal:
+                error = refusal
+                attempt.refusals.append((type(refusal).__name__, str(refusal)))
+                self._count(f"refusals.{type(refusal).__name__}")
+            else:
+                return self._choose(bids, bid.owner), lease
+        raise error
+
+    def _bids(self, namespace: bytes, hashes: tuple[bytes, ...], attempt: _Attempt) -> list[Bid]:
+        answers = self._ask(self._owners, lambda port, left_s: port.bid(namespace, hashes, deadline_s=left_s), attempt)
+        return list(answers.values())
+
+    def _match(self, namespace: bytes, prompt: Prompt, attempt: _Attempt) -> dict[str, MatchReply]:
+        pin_s = self._settings.pin_s
+        return self._ask(
+            self._tierings, lambda port, left_s: port.match(namespace, prompt, pin_s, deadline_s=left_s), attempt
+        )
+
+    def _ask(
+        self, ports: Mapping[str, _Port], question: Callable[[_Port, float], _T], attempt: _Attempt
+    ) -> dict[str, _T]:
+        """Ask all at once; who does not answer in time, or cannot, is left out and counted."""
+        left_s = min(self._settings.ask_s, attempt.deadline.left_s("ask"))
+        if len(ports) == 1:  # no need for a thread
+            calls = {name: partial(question, port, left_s) for name, port in ports.items()}
+        else:
+            futures = {name: self._executor.submit(question, port, left_s) for name, port in ports.items()}
+            calls = {name: partial(_result, future, attempt.deadline) for name, future in futures.items()}
+        answers = {}
+        for name, call in calls.items():
+            try:
+                answers[name] = call()
+            except TieredCacheError as error:
+                attempt.refusals.append((type(error).__name__, str(error)))
+                self._count(f"refusals.{type(error).__name__}")
+        return answers
+
+    def _ranked(self, bids: Sequence[Bid], node: str | None) -> list[Bid]:
+        """Workers near the bytes first, then with the prefix resident, then with the most room, then longest unused."""
+        with self._lock:
+            chosen = dict(self._chosen)
+
+        def rank(bid: Bid) -> tuple[bool, int, int, int, str]:
+            return bid.node != node, -bid.resident_tokens, -bid.bytes_free, chosen.get(bid.owner, 0), bid.owner
+
+        return sorted(bids, key=rank)
+
+    def _choose(self, bids: Sequence[Bid], owner: str) -> Bid:
+        with self._lock:
+            self._chosen[owner] = 1 + max(self._chosen.values(), default=0)
+        return next(bid for bid in bids if bid.owner == owner)
+
+    def _unpin_all(self, replies: Mapping[str, MatchReply]) -> None:
+        for reply in replies.values():
+            if reply.plan is not None:
+                with suppress(TieredCacheError):  # the pin has a deadline of its own
+                    self._tierings[reply.plan.node].unpin(
+                        reply.plan.pin, reply.plan.generation, deadline_s=self._settings.ask_s
+                    )
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self._counters[what] += 1
+
+
+def _consequence(error: TieredCacheError) -> tuple[Then, MissReason]:
+    for kind, then, reason in CONSEQUENCES:
+        if isinstance(error, kind):
+            return then, reason
+    return Then.NEXT_WORKER, MissReason.REFUSED
+
+
+def _result(future: Future[_T], deadline: Deadline) -> _T:
+    try:
+        return future.result(deadline.left_s("ask"))
+    except FutureTimeoutError as error:
+        future.cancel()
+        raise DeadlineError("no answer in time") from error
+
+
+def _hashes(replies: Mapping[str, MatchReply]) -> tuple[bytes, ...]:
+    return next((reply.hashes for reply in replies.values()), ())
+
+
+def _longest(replies: Mapping[str, MatchReply]) -> tuple[RestorePlan | None, MissReason | None]:
+    """The longest plan, from the smallest node name if several are; or why there is none."""
+    plans = [reply.plan for _, reply in sorted(replies.items()) if reply.plan is not None]
+    if plans:
+        return max(plans, key=lambda plan: plan.tokens), None
+    reasons = [reply.reason for reply in replies.values() if reply.reason is not None]
+    known = [reason for reason in reasons if reason is not MissReason.NOT_STORED]
+    return None, (known or reasons or [MissReason.TIER_ERROR])[0]
+
+
+def _placement(
+    bid: Bid,
+    replies: Mapping[str, MatchReply],
+    attempt: _Attempt,
+    *,
+    restored: Restored | None = None,
+    lease: int | None = None,
+) -> Placement:
+    reply = replies.get(bid.node)
+    return Placement(
+        owner=bid.owner,
+        node=bid.node,
+        restored=restored,
+        lease=lease,
+        reason=None if restored else attempt.reason,
+        refusals=tuple(attempt.refusals),
+        take_at=reply.take_at if reply else (),
+        request=reply.request if reply else None,
+    )

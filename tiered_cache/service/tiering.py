@@ -1,0 +1,133 @@
+"""`TieringService`: one node's tiers as the other parts see them. It pulls, keeps, acknowledges, and answers look-ups.
+
+Bytes move at its pace and into its hands: it calls the owner's `export`, so what comes back belongs to it, and copies
+it into its own frames before it acknowledges. Only then may the owner free device memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tiered_cache.cache import Hit, TieredCache
+from tiered_cache.engines.base import FrameName, HostArray
+from tiered_cache.errors import MissReason
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.policy.base import Hints
+from tiered_cache.service.deadline import Clock, Deadline
+from tiered_cache.service.messages import (
+    Bytes,
+    MatchReply,
+    OwnerPort,
+    Prompt,
+    RestorePlan,
+    SpillOffer,
+    SpillResult,
+    parcel_views,
+)
+from tiered_cache.tiers.base import Durability
+
+EXPORT_BYTES_MAX = 256 << 20
+"""How many raw bytes one call to an owner may bring; a larger spill comes in several."""
+
+
+class TieringService:
+    """Look-ups, spills and stored bytes of one node."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        *,
+        node: str,
+        owners: Callable[[str], OwnerPort],
+        generation: int | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.cache = cache
+        self.node = node
+        self.generation = time.time_ns() if generation is None else generation
+        self._owners = owners
+        self._clock = clock
+
+    def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
+        """Make an identity and geometry known on this node; returns their namespace."""
+        del deadline_s
+        return self.cache.register(identity, geometry)
+
+    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+        """The longest proper prefix of the prompt that this node can restore, pinned for `pin_s` seconds."""
+        del deadline_s
+        geometry = self.cache.geometry_of(namespace)
+        if geometry is None:
+            return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
+        chain = prompt.chain(namespace, geometry.block_tokens)
+        found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s)
+        plan = None if found.hit is None else self._plan(found.hit)
+        tier = found.hit.tier if found.hit else ""
+        return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier)
+
+    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
+        """The stored bytes of the first of these frames, up to `bytes_max`, or why one is not there."""
+        del deadline_s
+        return self.cache.fetch(keys, bytes_max)
+
+    def spill(
+        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
+    ) -> SpillResult:
+        """Pull from the owner what is wanted of an offer and not here yet, and keep it.
+
+        What `kept` lists is acknowledged. Raises what the owner or a tier raised, and `DeadlineError`; then nothing
+        is acknowledged, and no room is held.
+        """
+        deadline = Deadline.after(deadline_s, self._clock)
+        grant = self.cache.admit(offer.offer, durability, hints)
+        try:
+            moved = 0
+            arrays: dict[FrameKey, dict[str, HostArray]] = {}
+            geometry = self.cache.geometry_of(offer.offer.namespace)
+            if grant.keys and geometry is not None:
+                owner = self._owners(offer.source.owner)
+                for keys in _batches(grant.keys, geometry):
+                    names = tuple(FrameName(key.group, key.tokens) for key in keys)
+                    parcel = owner.export(offer.source, names, deadline_s=deadline.left_s("export"))
+                    arrays.update(zip(keys, parcel_views(geometry, names, parcel.body), strict=True))
+                    moved += parcel.body.nbytes
+            deadline.left_s("spill")
+            receipts = self.cache.spill(grant, arrays)
+        finally:
+            self.cache.abandon(grant)
+        hit = None if pin_s is None else self.cache.plan_of(offer.offer, pin_s=pin_s)
+        return SpillResult(
+            kept=tuple(self.cache.kept(offer.offer)),
+            declined=grant.declined,
+            receipts=tuple(receipts),
+            bytes_moved=moved,
+            plan=None if hit is None else self._plan(hit),
+        )
+
+    def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
+        """A reader could not use this frame: its copies are checked, and set aside if they are bad."""
+        del deadline_s
+        self.cache.report_bad(key, why)
+
+    def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
+        """End a pin; False if it had ended. Pins of an earlier generation died with it, and count as ended now."""
+        del deadline_s
+        return generation != self.generation or self.cache.unpin(pin)
+
+    def _plan(self, hit: Hit) -> RestorePlan:
+        return RestorePlan(self.node, self.generation, hit.tokens, hit.frames, hit.pin or 0)
+
+
+def _batches(keys: tuple[FrameKey, ...], geometry: Geometry) -> list[list[FrameKey]]:
+    batches: list[list[FrameKey]] = [[]]
+    size = 0
+    for key in keys:
+        frame_bytes = geometry.frame_bytes(key.group, key.tokens)
+        if batches[-1] and size + frame_bytes > EXPORT_BYTES_MAX:
+            batches.append([])
+            size = 0
+        batches[-1].append(key)
+        size += frame_bytes
+    return batches
