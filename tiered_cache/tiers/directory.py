@@ -77,9 +77,37 @@ class Directory:
     def open(self, name: str) -> int:
         """A file that is there, open for reading; what is not a regular file is not there."""
         fd = self._open(name, os.O_RDONLY)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+        with _closed_on_error(fd):
+            _check_regular(os.fstat(fd), name)
+        return fd
+
+    def open_locked(self, name: str) -> int:
+        """Like `open`, with a shared lock, under which nobody writes into the file although its name may go.
+
+        Raises `BlockingIOError` if the name went while it was opened.
+        """
+        with self._at(name) as (directory, leaf):
+            fd = os.open(leaf, os.O_RDONLY | _OPEN_FILE, dir_fd=directory)
+            with _closed_on_error(fd):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                mine, named = os.fstat(fd), os.stat(leaf, dir_fd=directory, follow_symlinks=False)
+                _check_regular(mine, name)
+                if mine.st_ino != named.st_ino:
+                    raise BlockingIOError(errno.EAGAIN, "the name went to another file", name)
+            return fd
+
+    def open_again(self, name: str) -> int:
+        """A file to write anew, with its exclusive lock. Raises `BlockingIOError` while somebody reads it.
+
+        Raises `FileExistsError` if it has another name, under which it must not change.
+        """
+        fd = self._open(name, os.O_RDWR)
+        with _closed_on_error(fd):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(fd)
+            _check_regular(status, name)
+            if status.st_nlink != 1:
+                raise FileExistsError(errno.EEXIST, "the file has another name", name)
         return fd
 
     def open_shared(self, name: str) -> int:
@@ -167,6 +195,10 @@ class Directory:
                 listed.append(Listed(entry.name, entry.is_dir(follow_symlinks=False), is_file, bytes_, links))
         return listed
 
+    def names(self, name: str) -> Sequence[str]:
+        with self._at(f"{name}/.") as (fd, _), os.scandir(fd) as entries:
+            return [entry.name for entry in entries]
+
     def stat(self, name: str) -> os.stat_result:
         with self._at(name) as (fd, leaf):
             return os.stat(leaf, dir_fd=fd, follow_symlinks=False)
@@ -223,6 +255,20 @@ class Directory:
                 return False
             self._kept[name] = fd
             return True
+
+
+@contextlib.contextmanager
+def _closed_on_error(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _check_regular(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
 
 
 def _find_sync_file_range() -> ctypes._NamedFuncPointer | None:

@@ -5,15 +5,23 @@
     tmp/<id>/<number>                           what that process is writing or removing
     entries/<path>.blob
     quarantine/<path>.blob.<time, 16 hex>.<reason>
+    spare/<bytes, 16 hex>-<random>              files of deleted entries, to be written again
 
 An entry is written under `tmp`, synced, and then linked to its name, which fails if the name is taken. All that is
 counted moves under the ledger's lock: entries are linked in and renamed out there, so that the ledger equals the
 directory whenever nobody holds the lock, and a process that is killed leaves at most what is under its own `tmp`.
 Bodies are read, written, synced and removed without any lock.
+
+A full tier deletes as much as it writes, and that is what costs: ext4 needs 0.7 ms to find an inode among recently
+deleted ones, 9 ms to give up 16 MiB, and new blocks and page-cache pages make a put twice as slow. So a bounded
+number of deleted files is kept and overwritten under a new name, when their old one is gone for good (synced, where
+the policy syncs at all) and nobody reads them: a reader holds a shared lock and has seen the name after it got it.
+Spare files count as free room, and go whenever the budget would not hold them besides what is about to be written.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import enum
 import errno
@@ -26,8 +34,9 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tiered_cache.errors import CapacityError, FrameNotFoundError, TieredCacheError, TierError
 from tiered_cache.tiers.arena import Arena, aligned_empty
@@ -53,9 +62,12 @@ ENTRY_BYTES = 512
 """Charged for an entry's inode and name, besides its blocks."""
 SUFFIX = ".blob"
 _HOLDER = re.compile(r"[0-9a-f]{16}")
+_SPARE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+_SPARES_MAX = 128
 _QUARANTINED = re.compile(rf"(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})")
 _SYNC_TOGETHER = 64  # files that a put keeps open before it syncs them
 _MOVE_TOGETHER = 64  # names that change under one hold of the ledger's lock
+_OPENINGS_MAX = 16
 _VIEWS_TOGETHER = 1024  # IOV_MAX of Linux
 _READ_BUFFERS_BYTES = 64 << 20
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}  # no entry: nothing, or something else
@@ -73,12 +85,20 @@ class SyncPolicy(enum.Enum):
     FULL = "full"  # the bytes and the names: entries survive a power cut
 
 
+class _Moved(NamedTuple):
+    """A file under `tmp` that was an entry."""
+
+    name: str
+    bytes: int
+
+
 class DiskTier(Tier):
     """Entries as files below `root`, for every process of this user that opens it; `bytes_max` bounds them together.
 
     Processes should agree on `bytes_max`: each refuses at its own. What a killed process left is collected, and its
-    room given back, when it is `grace_s` old, at opening and when room is short. `quarantine_bytes` is a sixteenth
-    of the budget if None. Raises `ConfigError` if the directory is not private, and `TierError` if it fails.
+    room given back, when it is `grace_s` old, at opening and when room is short. `quarantine_bytes` and `spare_bytes`
+    are each a sixteenth of the budget if None; bytes of deleted entries stay readable in spare files for a while,
+    unless that is 0. Raises `ConfigError` if the directory is not private, and `TierError` if it fails.
     """
 
     durability = Durability.DISK
@@ -94,6 +114,7 @@ class DiskTier(Tier):
         lock_timeout_s: float = 30.0,
         quarantine_entries: int = 64,
         quarantine_bytes: int | None = None,
+        spare_bytes: int | None = None,
         open_directory: Callable[[Path], Directory] = Directory,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -104,6 +125,7 @@ class DiskTier(Tier):
         self._lock_timeout_s = lock_timeout_s
         self._quarantine_entries = quarantine_entries
         self._quarantine_bytes = bytes_max // 16 if quarantine_bytes is None else quarantine_bytes
+        self._spare_bytes = bytes_max // 16 if spare_bytes is None else spare_bytes
         self._clock = clock
         self._process = os.getpid()
         self._holder = secrets.token_hex(8)
@@ -119,7 +141,7 @@ class DiskTier(Tier):
         self._directory = open_directory(root)
         with contextlib.ExitStack() as undo, self._errors():
             undo.callback(self._directory.close)
-            for part in ("entries", "quarantine", "tmp", "holders"):
+            for part in ("entries", "quarantine", "spare", "tmp", "holders"):
                 self._directory.make_directory(part)
             self._block_bytes = self._directory.block_bytes()
             self._ledger = Ledger(self._directory, self._count, lock_timeout_s)
@@ -169,6 +191,7 @@ class DiskTier(Tier):
             written: dict[str, str] = {}
             created: set[str] = set()
             try:
+                self._claim_spares(list(new.values()), written)
                 self._write(list(new.values()), written)
                 self._publish(written, created)
                 self._make_lasting([item.path for item in items], created)
@@ -210,7 +233,7 @@ class DiskTier(Tier):
             for first in range(0, len(paths), _MOVE_TOGETHER):
                 some = paths[first : first + _MOVE_TOGETHER]
                 moved, error = self._move_out(some)
-                self._remove_moved(moved.values())
+                self._recycle(moved)
                 if error is not None:
                     raise self._translated(error) from error
                 there += [moved.pop(path, None) is not None for path in some]
@@ -220,7 +243,7 @@ class DiskTier(Tier):
         with self._call():
             if not is_path(path):
                 return False
-            dropped: Sequence[tuple[str, int]] = ()
+            dropped: Sequence[_Moved] = ()
             with self._transaction(moves_files=True) as books:
                 bytes_ = self._size(path)
                 if bytes_ is None:
@@ -232,8 +255,8 @@ class DiskTier(Tier):
                 books.entries -= 1
                 books.bytes_used -= self.footprint(bytes_)
                 books.bytes_quarantined += self.footprint(bytes_)
-                dropped = self._drop_oldest(books)
-            self._remove_moved(dropped)
+                dropped = self._drop_quarantined(books)
+            self._remove(dropped)
             return True
 
     def quarantined(self) -> Sequence[QuarantinedEntry]:
@@ -248,7 +271,9 @@ class DiskTier(Tier):
 
     def set_limit(self, bytes_max: int) -> int:
         self._bytes_max = bytes_max
-        return max(0, -self.usage().bytes_free)
+        with self._call(), self._transaction(moves_files=True) as books:
+            self._drop_spares(books, max(0, bytes_max - books.bytes_promised))
+            return max(0, books.bytes_promised - bytes_max)
 
     def collect_orphans(self) -> int:
         """Remove what dead processes left under `tmp`, if it is `grace_s` old; how many processes that were."""
@@ -279,9 +304,11 @@ class DiskTier(Tier):
                 _log.warning("tier %s: %d calls had not ended when it was closed", self.name, self._calls)
                 return
         try:
-            with self._transaction() as books:
+            with self._transaction(moves_files=True) as books:
                 books.reserved.pop(self._holder, None)
                 self._remove_holder(self._holder)
+                if not any(self._is_alive(holder) for holder in self._holders()):
+                    self._drop_spares(books, 0)
         except TierError as error:
             _log.warning("tier %s: closed, but not cleanly: %s", self.name, error)
         finally:
@@ -294,7 +321,9 @@ class DiskTier(Tier):
     def _try_reserve(self, need: int) -> bool:
         with self._transaction() as books:
             self._settle(books)
-            if books.bytes_all + need > self._bytes_max or need > self._directory.bytes_free():
+            if books.bytes_promised + need > self._bytes_max:
+                return False
+            if need > self._directory.bytes_free() + books.bytes_spare:
                 return False
             books.reserve(self._holder, need)
             return True
@@ -320,6 +349,9 @@ class DiskTier(Tier):
             books.bytes_used += self.footprint(entry.bytes)
         for _, _, quarantined in self._list_quarantine():
             books.bytes_quarantined += self.footprint(quarantined.bytes)
+        for listed in self._scan("spare"):
+            if _SPARE.fullmatch(listed.name):
+                books.bytes_spare += self.footprint(listed.bytes)
         for holder in self._holders():
             if old is not None and self._is_alive(holder):
                 books.reserve(holder, old.reserved.get(holder, 0))
@@ -351,7 +383,7 @@ class DiskTier(Tier):
 
     def _holders(self) -> Sequence[str]:
         """Every process that has the directory open or left something in it, dead ones and this one included."""
-        names = {listed.name for part in ("holders", "tmp") for listed in self._scan(part)}
+        names = {name for part in ("holders", "tmp") for name in self._directory.names(part)}
         return sorted(name for name in names if _HOLDER.fullmatch(name))
 
     def _is_alive(self, holder: str) -> bool:
@@ -393,8 +425,7 @@ class DiskTier(Tier):
             try:
                 with self._errors():
                     for item in items[first : first + _SYNC_TOGETHER]:
-                        written[item.path] = self._temporary()
-                        fds.append(self._directory.create(written[item.path]))
+                        fds.append(self._create(item.path, written))
                         self._write_file(fds[-1], item.views())
                         if self.sync is not SyncPolicy.NEVER:
                             self._directory.start_writing_back(fds[-1])
@@ -404,6 +435,15 @@ class DiskTier(Tier):
             finally:
                 for fd in fds:
                     self._directory.close_file(fd)
+
+    def _create(self, path: str, written: dict[str, str]) -> int:
+        """The file to write an entry to: the spare one that was claimed for it, or a new one."""
+        if path in written:
+            with contextlib.suppress(OSError):
+                return self._directory.open_again(written[path])
+            self._unlink(written[path])  # somebody reads it, or has linked it
+        written[path] = self._temporary()
+        return self._directory.create(written[path])
 
     def _write_file(self, fd: int, views: Sequence[memoryview]) -> None:
         offset = 0
@@ -420,7 +460,7 @@ class DiskTier(Tier):
         """Give the files their names, as far as these are free; `created` gets the paths."""
         paths = list(written)
         with self._errors():
-            for parent in {_entry_name(path).rpartition("/")[0] for path in paths}:
+            for parent in {_parent_of(path) for path in paths}:
                 self._make_directories(parent)
         for first in range(0, len(paths), _MOVE_TOGETHER):
             linked: list[str] = []
@@ -453,7 +493,7 @@ class DiskTier(Tier):
         except FileNotFoundError:  # somebody removed directories by hand
             self._directory.forget_directories()
             self._lasting_directories.clear()
-            self._make_directories(_entry_name(path).rpartition("/")[0])
+            self._make_directories(_parent_of(path))
             self._directory.link(temporary, _entry_name(path))
         return True
 
@@ -470,7 +510,7 @@ class DiskTier(Tier):
                     finally:
                         self._directory.close_file(fd)
             if self.sync is SyncPolicy.FULL:
-                for parent in sorted({_entry_name(path).rpartition("/")[0] for path in paths}):
+                for parent in sorted({_parent_of(path) for path in paths}):
                     self._sync_names(parent)
 
     def _sync_names(self, name: str) -> None:
@@ -484,53 +524,115 @@ class DiskTier(Tier):
     def _take_back(self, created: set[str]) -> None:
         """Undo what a failed put has published; `created` keeps what could not be removed."""
         try:
-            moved, _ = self._move_out([*created])
+            moved, _ = self._move_out(created)
         except TierError:  # the ledger cannot be had
             moved = {}
-        created.difference_update([path for path, (temporary, _) in moved.items() if self._unlink(temporary)])
+        created.difference_update([path for path, file in moved.items() if self._unlink(file.name)])
         if created:
             _log.warning("tier %s: %d entries of a put that failed stay", self.name, len(created))
 
+    # Spare files
+
+    def _claim_spares(self, items: Sequence[PutItem], written: dict[str, str]) -> None:
+        """Move spare files to where the items are written, and remove spare ones that have no room besides them.
+
+        A claimed file is not larger than its item, so that it is covered by the item's reservation.
+        """
+        with self._transaction(moves_files=True) as books:
+            if not books.bytes_spare:
+                return
+            spares = self._spares()
+            new_bytes = 0
+            for item in items:
+                bytes_ = item.bytes
+                index = bisect.bisect_right(spares, (bytes_, "~")) - 1
+                if index < 0 or spares[index][0] < bytes_ // 2:
+                    new_bytes += self.footprint(bytes_)
+                    continue
+                spare_bytes, name = spares.pop(index)
+                written[item.path] = self._move(name)
+                books.bytes_spare -= self.footprint(spare_bytes)
+            if new_bytes > self._directory.bytes_free():
+                self._drop_spares(books, 0)
+            self._drop_spares(books, max(0, self._bytes_max - books.bytes_promised))
+
+    def _keep_spares(self, moved: Sequence[_Moved]) -> Sequence[_Moved]:
+        """Make spare files of moved ones, as far as the bounds allow; the others."""
+        others: deque[_Moved] = deque(moved)
+        with self._transaction(moves_files=True) as books:
+            for _ in range(min(len(moved), _SPARES_MAX - len(self._directory.names("spare")))):
+                bytes_ = self.footprint(others[0].bytes)
+                if books.bytes_spare + bytes_ > self._spare_bytes:
+                    break
+                file = others.popleft()
+                self._directory.rename(file.name, f"spare/{file.bytes:016x}-{secrets.token_hex(8)}")
+                books.bytes_spare += bytes_
+                books.reserve(self._holder, -bytes_)
+        return others
+
+    def _drop_spares(self, books: Books, bytes_max: int) -> None:
+        spares = self._spares() if books.bytes_spare > bytes_max else []
+        while spares and books.bytes_spare > bytes_max:
+            bytes_, name = spares.pop()
+            self._directory.unlink(name)
+            books.bytes_spare -= self.footprint(bytes_)
+
+    def _spares(self) -> MutableSequence[tuple[int, str]]:
+        """(bytes, name) of every spare file, the smallest first."""
+        names = (name for name in self._directory.names("spare") if _SPARE.fullmatch(name))
+        return sorted((int(name[:16], 16), f"spare/{name}") for name in names)
+
     # Removing
 
-    def _move_out(self, paths: Sequence[str]) -> tuple[dict[str, tuple[str, int]], OSError | None]:
-        """Move entries under `tmp`: path -> file and footprint, which is reserved now. Stops at an error."""
-        moved: dict[str, tuple[str, int]] = {}
+    def _move_out(self, paths: Iterable[str]) -> tuple[dict[str, _Moved], OSError | None]:
+        """Move entries under `tmp`, where they are reserved, up to the first error; by path."""
+        moved: dict[str, _Moved] = {}
         with self._transaction(moves_files=True) as books:
             try:
                 for path in paths:
                     bytes_ = self._size(path) if is_path(path) else None
-                    if bytes_ is None:
-                        continue
-                    moved[path] = (self._move(_entry_name(path)), self.footprint(bytes_))
-                    books.entries -= 1
-                    books.bytes_used -= self.footprint(bytes_)
-                    books.reserve(self._holder, self.footprint(bytes_))
+                    if bytes_ is not None:
+                        moved[path] = _Moved(self._move(_entry_name(path)), bytes_)
+                        books.entries -= 1
+                        books.bytes_used -= self.footprint(bytes_)
+                        books.reserve(self._holder, self.footprint(bytes_))
             except OSError as error:
                 return moved, error
         return moved, None
 
-    def _drop_oldest(self, books: Books) -> Sequence[tuple[str, int]]:
-        """Move what the quarantine holds beyond its bounds under `tmp`: files and footprints, reserved now."""
-        dropped: list[tuple[str, int]] = []
+    def _drop_quarantined(self, books: Books) -> Sequence[_Moved]:
+        """Move what the quarantine holds beyond its bounds under `tmp`, where it is reserved."""
+        dropped: deque[_Moved] = deque()
         entries = self._list_quarantine()
         for index, (_, name, entry) in enumerate(entries):
             few = len(entries) - index <= self._quarantine_entries
             if few and books.bytes_quarantined <= self._quarantine_bytes:
                 break
-            bytes_ = self.footprint(entry.bytes)
-            dropped.append((self._move(name), bytes_))
-            books.bytes_quarantined -= bytes_
-            books.reserve(self._holder, bytes_)
+            dropped.append(_Moved(self._move(name), entry.bytes))
+            books.bytes_quarantined -= self.footprint(entry.bytes)
+            books.reserve(self._holder, self.footprint(entry.bytes))
         return dropped
+
+    def _recycle(self, moved: dict[str, _Moved]) -> None:
+        """Keep moved entries as spare files, or remove them; nothing of them is reserved then."""
+        files: Sequence[_Moved] = [*moved.values()]
+        try:
+            if files and self._spare_bytes:
+                if self.sync is not SyncPolicy.NEVER:  # or a power cut could bring a name back with another's bytes
+                    with self._errors():
+                        for parent in {_parent_of(path) for path in moved}:
+                            self._directory.sync_directory(parent)
+                files = self._keep_spares(files)
+        finally:
+            self._remove(files)
+
+    def _remove(self, files: Iterable[_Moved]) -> None:
+        self._unreserve(sum(self.footprint(file.bytes) for file in files if self._unlink(file.name)))
 
     def _move(self, name: str) -> str:
         temporary = self._temporary()
         self._directory.rename(name, temporary)
         return temporary
-
-    def _remove_moved(self, moved: Iterable[tuple[str, int]]) -> None:
-        self._unreserve(sum(bytes_ for temporary, bytes_ in moved if self._unlink(temporary)))
 
     def _unlink(self, temporary: str) -> bool:
         """Whether a temporary file is gone; one that stays is charged until this process ends and it is collected."""
@@ -549,7 +651,7 @@ class DiskTier(Tier):
         if not is_path(request.path):
             return TierError("not a path", request.path, self.name)
         try:
-            fd = self._directory.open(_entry_name(request.path))
+            fd = self._open(request.path)
             try:
                 start, wanted = request.span(self._directory.bytes_of(fd))
                 view = self._buffer(wanted) if request.into is None else request.into.cast("B")[:wanted]
@@ -568,6 +670,12 @@ class DiskTier(Tier):
             failure.__cause__ = error
             return failure
         return view[:done].toreadonly() if request.into is None else view[:done]
+
+    def _open(self, path: str) -> int:
+        for _ in range(_OPENINGS_MAX):
+            with contextlib.suppress(BlockingIOError):  # deleted while it was opened, and perhaps written again
+                return self._directory.open_locked(_entry_name(path))
+        raise OSError(errno.EAGAIN, "its file was another one each time it was opened")
 
     def _buffer(self, bytes_: int) -> memoryview:
         """A warm buffer, which comes back when the last view of it is gone, or a new one if all are lent."""
@@ -663,3 +771,7 @@ class DiskTier(Tier):
 
 def _entry_name(path: str) -> str:
     return f"entries/{path}{SUFFIX}"
+
+
+def _parent_of(path: str) -> str:
+    return _entry_name(path).rpartition("/")[0]

@@ -1,11 +1,11 @@
-"""`Ledger`: the numbers that all processes on one directory share, kept in one page of a file under its lock.
+"""`Ledger`: the numbers that all processes on one directory share, kept at the start of a file under its lock.
 
 A transaction takes the lock, reads the page, changes the numbers and writes them back in one piece. A process that is
 killed lets go of the lock; if it was in the middle of moving files, the page says so, and the next transaction counts
 anew. The page is a cache of what the directory holds and is never synced.
 
-    page = magic [8] | crc32 of the rest u32 | moving u32 | used u64 | quarantined u64 | entries u64 | holders u64
-           | holders x (id [16], reserved u64)                                          all little-endian
+    page = magic [8] | crc32 of what follows u32 | moving u32 | used u64 | quarantined u64 | spare u64 | entries u64
+           | holders u64 | holders x (id [16], reserved u64)                            all little-endian
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierError
 from tiered_cache.tiers.directory import Directory
 
-PAGE_BYTES = 4096
 HOLDERS_MAX = 128
 _MAGIC = b"tc-book1"
-_HEAD = struct.Struct("<8sII4Q")
+_HEAD = struct.Struct("<8sII5Q")
 _CHECKED_FROM = 12
 _HOLDER = struct.Struct("<16sQ")
+_PAGE_BYTES_MAX = _HEAD.size + HOLDERS_MAX * _HOLDER.size  # one page of the system: a killed process does not tear it
 _POLL_FIRST_S = 0.0002
 _POLL_LAST_S = 0.005
 
@@ -37,6 +37,8 @@ class Books:
 
     bytes_used: int = 0
     bytes_quarantined: int = 0
+    bytes_spare: int = 0
+    """In files that wait for their next use. Free, as far as `reserve` goes; gone before others are written."""
     entries: int = 0
     reserved: dict[str, int] = field(default_factory=dict)
     """Per holder (16 hex digits): its reservations, with its temporary files."""
@@ -48,12 +50,12 @@ class Books:
         return sum(self.reserved.values())
 
     @property
-    def bytes_all(self) -> int:
+    def bytes_promised(self) -> int:
         return self.bytes_used + self.bytes_quarantined + self.bytes_reserved
 
     def become(self, other: Books) -> None:
-        self.bytes_used, self.bytes_quarantined, self.entries = other.bytes_used, other.bytes_quarantined, other.entries
-        self.reserved = other.reserved
+        self.bytes_used, self.bytes_quarantined = other.bytes_used, other.bytes_quarantined
+        self.bytes_spare, self.entries, self.reserved = other.bytes_spare, other.entries, other.reserved
 
     def reserve(self, holder: str, bytes_: int) -> None:
         """Add to what a holder has reserved, or take away from it; a holder with nothing is left out."""
@@ -120,7 +122,7 @@ class Ledger:
             raise TierError("the ledger was removed: processes on this directory would no longer share a budget")
 
     def _read(self) -> Books:
-        page = bytearray(PAGE_BYTES)
+        page = bytearray(_PAGE_BYTES_MAX)
         got = self._directory.read(self._fd, memoryview(page), 0)
         books, moving = _decode(bytes(page[:got]))
         if books is None or moving:
@@ -130,33 +132,31 @@ class Ledger:
 
     def _write(self, page: bytes) -> None:
         written = self._directory.write(self._fd, [memoryview(page)], 0)
-        if written != PAGE_BYTES:
-            raise TierError(f"{written} of the ledger's {PAGE_BYTES} bytes were written")
+        if written != len(page):
+            raise TierError(f"{written} of the ledger's {len(page)} bytes were written")
 
 
 def _encode(books: Books, *, moving: bool) -> bytes:
-    numbers = (books.bytes_used, books.bytes_quarantined, books.entries, len(books.reserved))
+    numbers = (books.bytes_used, books.bytes_quarantined, books.bytes_spare, books.entries, len(books.reserved))
     page = bytearray(_HEAD.pack(_MAGIC, 0, moving, *numbers))
     for holder, bytes_ in books.reserved.items():
         page += _HOLDER.pack(holder.encode(), bytes_)
-    page += bytes(PAGE_BYTES - len(page))
     struct.pack_into("<I", page, _CHECKED_FROM - 4, zlib.crc32(page[_CHECKED_FROM:]))
     return bytes(page)
 
 
 def _decode(page: bytes) -> tuple[Books | None, bool]:
     """The books, None if the page is torn or empty, and whether a process stopped while it was moving files."""
-    if len(page) != PAGE_BYTES:
+    if len(page) < _HEAD.size:
         return None, False
-    magic, checksum, moving, used, quarantined, entries, holders = _HEAD.unpack_from(page)
-    if checksum != zlib.crc32(page[_CHECKED_FROM:]) or not magic.startswith(_MAGIC[:-1]):
+    magic, checksum, moving, used, quarantined, spare, entries, holders = _HEAD.unpack_from(page)
+    end = _HEAD.size + holders * _HOLDER.size
+    if end > len(page) or checksum != zlib.crc32(page[_CHECKED_FROM:end]) or not magic.startswith(_MAGIC[:-1]):
         return None, False
     if magic != _MAGIC:
-        raise ConfigError(f"the directory was written by another version: {magic!r} here, {_MAGIC!r} expected")
-    if holders > HOLDERS_MAX:
-        return None, False
+        raise ConfigError(f"the directory was written by another version: {magic!r} there, {_MAGIC!r} here")
     reserved = {}
     for index in range(holders):
         holder, bytes_ = _HOLDER.unpack_from(page, _HEAD.size + index * _HOLDER.size)
         reserved[holder.decode("ascii", "replace")] = bytes_
-    return Books(used, quarantined, entries, reserved), bool(moving)
+    return Books(used, quarantined, spare, entries, reserved), bool(moving)
