@@ -1,0 +1,27 @@
+"""The names under which a cluster's actors find each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.ports import RemoteOwner, RemoteRouter, RemoteTiering
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterName:
+    """One set of actors in one Ray namespace; all that a process needs to reach them."""
+
+    name: str
+    ray_namespace: str
+
+    def actor(self, who: str) -> str:
+        return f"{self.name}/{who}"
+
+    def owner(self, name: str) -> RemoteOwner:
+        return RemoteOwner(self.actor(name), self.ray_namespace)
+
+    def tiering(self, node: str) -> RemoteTiering:
+        return RemoteTiering(self.actor(f"tiering-{node}"), self.ray_namespace)
+
+    def router(self) -> RemoteRouter:
+        return RemoteRouter(self.actor("router"), self.ray_namespace)

@@ -1,0 +1,149 @@
+"""Ports through Ray: a caller's view of an owner, a tiering service or a router that lives in an actor.
+
+The only place where calls and bytes cross processes. Actors are found by name, so that a restarted one is found again
+and any of them may start first. A call raises what the other side raised, `DeadlineError` if there was no answer in
+time, and `TierError` if the actor is dead or unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from tiered_cache.engines.base import FrameName
+from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.policy.base import Hints
+from tiered_cache.service.messages import (
+    Bid,
+    Bytes,
+    MatchReply,
+    Parcel,
+    Prompt,
+    Restored,
+    RestorePlan,
+    RunResult,
+    SequenceRef,
+    SpillOffer,
+    SpillResult,
+    Suspension,
+    Ticket,
+)
+from tiered_cache.service.router import Placement
+from tiered_cache.tiers.base import Durability
+
+_T = TypeVar("_T")
+
+GRACE_S = 0.5
+"""How much longer than its deadline a caller waits, so that the other side's own `DeadlineError` can arrive."""
+
+
+class Port:
+    """One actor, by its name in the cluster's Ray namespace. Cheap to make, and to send to another process."""
+
+    def __init__(self, actor: str, ray_namespace: str) -> None:
+        self.actor = actor
+        self.ray_namespace = ray_namespace
+        self._handle: Any = None
+
+    def call(self, kind: type[_T], method: str, *args: object, deadline_s: float) -> _T:
+        """Call `method(*args, deadline_s=deadline_s)` there and wait for the answer, a `kind`."""
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(self.actor, namespace=self.ray_namespace)
+            reference = getattr(self._handle, method).remote(*args, deadline_s=deadline_s)
+            answer: object = ray.get(reference, timeout=deadline_s + GRACE_S)
+        except GetTimeoutError as error:
+            raise DeadlineError(f"{self.actor}.{method} did not answer within {deadline_s:.3g} s") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, TieredCacheError):
+                raise error.cause from None
+            raise TierError(f"{self.actor}.{method} failed: {error.cause!r}") from error
+        except RayActorError as error:
+            self._handle = None
+            raise TierError(f"{self.actor} is dead: {error}", retryable=True) from error
+        except ValueError as error:  # what `get_actor` raises for an unknown name
+            raise TierError(f"{self.actor} is not there: {error}", retryable=True) from error
+        except RayError as error:
+            raise TierError(f"{self.actor}.{method} failed: {error}", retryable=True) from error
+        if not isinstance(answer, kind):
+            raise TierError(f"{self.actor}.{method} answered with {type(answer).__name__}, not {kind.__name__}")
+        return answer
+
+    def __reduce__(self) -> tuple[type[Port], tuple[str, str]]:
+        return type(self), (self.actor, self.ray_namespace)
+
+
+class RemoteOwner(Port):
+    """`OwnerPort` through Ray, and `WorkerPort` where the engine computes."""
+
+    def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
+        return self.call(Bid, "bid", namespace, hashes, deadline_s=deadline_s)
+
+    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
+        return self.call(int, "reserve", namespace, tokens, lease_s, deadline_s=deadline_s)
+
+    def cancel(self, lease: int, *, deadline_s: float) -> None:
+        self.call(object, "cancel", lease, deadline_s=deadline_s)
+
+    def inject(
+        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+    ) -> Restored:
+        return self.call(Restored, "inject", plan, prompt, capacity_tokens, sampler_state, deadline_s=deadline_s)
+
+    def run(
+        self, place: SequenceRef | int, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
+    ) -> RunResult:
+        return self.call(RunResult, "run", place, prompt, take_at, deadline_s=deadline_s)
+
+    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
+        return self.call(Parcel, "export", source, names, deadline_s=deadline_s)
+
+    def release(self, source: SequenceRef, *, deadline_s: float) -> None:
+        self.call(object, "release", source, deadline_s=deadline_s)
+
+    def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
+        return self.call(Suspension, "suspend", source, deadline_s=deadline_s)
+
+    def wake(self, source: SequenceRef, *, deadline_s: float) -> None:
+        self.call(object, "wake", source, deadline_s=deadline_s)
+
+
+class RemoteTiering(Port):
+    """`TieringPort` through Ray."""
+
+    def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
+        return self.call(bytes, "register", identity, geometry, deadline_s=deadline_s)
+
+    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+        return self.call(MatchReply, "match", namespace, prompt, pin_s, deadline_s=deadline_s)
+
+    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
+        return self.call(list, "fetch", keys, bytes_max, deadline_s=deadline_s)
+
+    def spill(
+        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
+    ) -> SpillResult:
+        return self.call(SpillResult, "spill", offer, durability, hints, pin_s, deadline_s=deadline_s)
+
+    def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
+        self.call(object, "report_bad", key, why, deadline_s=deadline_s)
+
+    def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
+        return self.call(bool, "unpin", pin, generation, deadline_s=deadline_s)
+
+
+class RemoteRouter(Port):
+    """`RouterPort` through Ray."""
+
+    def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
+        return self.call(Placement, "place", namespace, prompt, capacity_tokens, deadline_s=deadline_s)
+
+    def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+        return self.call(Ticket, "suspend", source, node, durability, deadline_s=deadline_s)
+
+    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
+        return self.call(Restored, "resume", ticket, capacity_tokens, deadline_s=deadline_s)

@@ -1,0 +1,37 @@
+"""`RouterActor`: the cluster's view of its workers and nodes. `actors.cluster` makes a Ray actor of it."""
+
+from __future__ import annotations
+
+from actors.inline import executor_for_calls
+from actors.names import ClusterName
+from tiered_cache.service.messages import Prompt, Restored, SequenceRef, Ticket
+from tiered_cache.service.router import Placement, RestoreRouter, RouterSettings
+from tiered_cache.tiers.base import Durability
+
+
+class RouterActor:
+    """Forwards `RouterPort`. It holds nothing that a restart would lose."""
+
+    def __init__(
+        self, cluster: ClusterName, owners: tuple[str, ...], nodes: tuple[str, ...], settings: RouterSettings
+    ) -> None:
+        self.router = RestoreRouter(
+            {name: cluster.owner(name) for name in owners},
+            {node: cluster.tiering(node) for node in nodes},
+            executor_for_calls(threads=max(4, len(owners) + len(nodes))),
+            settings=settings,
+        )
+
+    def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
+        return self.router.place(namespace, prompt, capacity_tokens, deadline_s=deadline_s)
+
+    def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+        return self.router.suspend(source, node, durability, deadline_s=deadline_s)
+
+    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
+        return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
+
+    def counters(self, *, deadline_s: float) -> dict[str, int]:
+        """How often what happened since this router began."""
+        del deadline_s
+        return self.router.counters()

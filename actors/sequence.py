@@ -1,0 +1,109 @@
+"""`SequenceActor`: a worker that owns sequences on one device; and what an actor of one's own needs to be an owner.
+
+@ray.remote(num_cpus=0, **OWNER_OPTIONS)
+class MyWorker(OwnerMethods):
+    def __init__(self, name, node, cluster):
+        self.owner = SequenceOwner(MyEngine(), name=name, node=node, tiering=cluster.tiering)
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+import ray
+
+from actors.names import ClusterName
+from tiered_cache.config import WorkerSettings
+from tiered_cache.engines.base import FrameName
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import Identity
+from tiered_cache.service.build import build_engine
+from tiered_cache.service.messages import (
+    Bid,
+    Parcel,
+    Prompt,
+    Restored,
+    RestorePlan,
+    RunResult,
+    SequenceRef,
+    Suspension,
+)
+from tiered_cache.service.owner import SequenceOwner
+
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+OWNER_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"max_concurrency": 4, "concurrency_groups": {"export": 2, "control": 4}}
+)
+"""For `ray.remote`: exports and small calls never wait behind a prompt that is being computed."""
+
+
+def _in_group(name: str) -> Callable[[_Method], _Method]:
+    """`ray.method`, whose own types know no keyword-only arguments."""
+    return cast("Callable[[_Method], _Method]", ray.method(concurrency_group=name))
+
+
+class OwnerMethods:
+    """Forwards `OwnerPort` to `self.owner`. Tasks are never retried: a retry would meet another state."""
+
+    owner: SequenceOwner
+
+    @_in_group("control")
+    def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
+        return self.owner.bid(namespace, hashes, deadline_s=deadline_s)
+
+    @_in_group("control")
+    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
+        return self.owner.reserve(namespace, tokens, lease_s, deadline_s=deadline_s)
+
+    @_in_group("control")
+    def cancel(self, lease: int, *, deadline_s: float) -> None:
+        self.owner.cancel(lease, deadline_s=deadline_s)
+
+    def inject(
+        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+    ) -> Restored:
+        return self.owner.inject(plan, prompt, capacity_tokens, sampler_state, deadline_s=deadline_s)
+
+    def run(
+        self, place: SequenceRef | int, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
+    ) -> RunResult:
+        return self.owner.run(place, prompt, take_at, deadline_s=deadline_s)
+
+    @_in_group("export")
+    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
+        return self.owner.export(source, names, deadline_s=deadline_s)
+
+    @_in_group("control")
+    def release(self, source: SequenceRef, *, deadline_s: float) -> None:
+        self.owner.release(source, deadline_s=deadline_s)
+
+    @_in_group("control")
+    def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
+        return self.owner.suspend(source, deadline_s=deadline_s)
+
+    @_in_group("control")
+    def wake(self, source: SequenceRef, *, deadline_s: float) -> None:
+        self.owner.wake(source, deadline_s=deadline_s)
+
+    @_in_group("control")
+    def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]:
+        """What the sequences here are of."""
+        del deadline_s
+        return self.owner.engine.identity, self.owner.engine.geometry
+
+    @_in_group("control")
+    def peak_rss_bytes(self, *, deadline_s: float) -> int:
+        """The most memory that this process has held."""
+        del deadline_s
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class SequenceActor(OwnerMethods):
+    """A worker with an engine that the settings name. `actors.cluster` makes a Ray actor of it."""
+
+    def __init__(self, name: str, node: str, cluster: ClusterName, settings: WorkerSettings) -> None:
+        self.owner = SequenceOwner(build_engine(settings), name=name, node=node, tiering=cluster.tiering)

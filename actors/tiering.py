@@ -1,0 +1,62 @@
+"""`TieringActor`: one a node; owns that node's tiers. `actors.cluster` makes a Ray actor of it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from actors.names import ClusterName
+from tiered_cache.config import TierSettings
+from tiered_cache.errors import MissReason
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.policy.base import Hints
+from tiered_cache.service.build import build_cache
+from tiered_cache.service.messages import Bytes, MatchReply, Prompt, SpillOffer, SpillResult
+from tiered_cache.service.tiering import TieringService
+from tiered_cache.tiers.base import Durability
+
+
+class TieringActor:
+    """Forwards `TieringPort`. A restart makes a new generation, which finds again what its disk tier holds."""
+
+    def __init__(self, node: str, cluster: ClusterName, settings: TierSettings) -> None:
+        executor = ThreadPoolExecutor(settings.executor_threads, thread_name_prefix="tiering")
+        self.cache = build_cache(settings, executor, clock=time.monotonic)
+        self.tiering = TieringService(self.cache, node=node, owners=cluster.owner)
+
+    def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
+        return self.tiering.register(identity, geometry, deadline_s=deadline_s)
+
+    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+        return self.tiering.match(namespace, prompt, pin_s, deadline_s=deadline_s)
+
+    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
+        return self.tiering.fetch(keys, bytes_max, deadline_s=deadline_s)
+
+    def spill(
+        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
+    ) -> SpillResult:
+        return self.tiering.spill(offer, durability, hints, pin_s, deadline_s=deadline_s)
+
+    def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
+        self.tiering.report_bad(key, why, deadline_s=deadline_s)
+
+    def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
+        return self.tiering.unpin(pin, generation, deadline_s=deadline_s)
+
+    def counters(self, *, deadline_s: float) -> dict[str, int]:
+        """The cache's counters since this generation began."""
+        del deadline_s
+        return self.cache.counters()
+
+    def peak_rss_bytes(self, *, deadline_s: float) -> int:
+        """The most memory that this process has held."""
+        del deadline_s
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self, *, deadline_s: float) -> None:
+        """Let go of the tiers, so that their budget is exact for who opens them next."""
+        del deadline_s
+        self.cache.close()
