@@ -61,23 +61,23 @@ class PartKind(enum.StrEnum):
     CARRY = "carry"  # overwritten in place, valid at one token count
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ArraySpec:
     """Dtype name and shape of one array."""
 
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def storage(self) -> np.dtype[np.generic]:
         """The NumPy dtype that holds the bit patterns."""
         return storage_dtype(self.dtype)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return self.elements * self.storage.itemsize
 
@@ -209,12 +209,31 @@ class Geometry:
             raise GeometryError(f"a block frame ends at {tokens}, not a multiple of {self.block_tokens}")
         return tokens - self.block_tokens, tokens
 
-    def arrays(self, group: str, tokens: int) -> dict[str, ArraySpec]:
+    @cached_property
+    def _contents(self) -> dict[tuple[str, int], tuple[dict[str, ArraySpec], int]]:
+        """(group, span length) -> arrays of such a frame, and their bytes: few shapes, asked for very often."""
+        return {}
+
+    def arrays(self, group: str, tokens: int) -> Mapping[str, ArraySpec]:
         """Name -> spec of the arrays in the frame of `group` that ends at `tokens`.
 
         A checkpoint frame holds all carries, and every other part's rows of the partial block before it.
         """
+        return self._content(group, tokens)[0]
+
+    def frame_bytes(self, group: str, tokens: int) -> int:
+        """Raw bytes of all arrays in one frame."""
+        return self._content(group, tokens)[1]
+
+    def _content(self, group: str, tokens: int) -> tuple[dict[str, ArraySpec], int]:
         start, stop = self.span(group, tokens)
+        content = self._contents.get((group, stop - start))
+        if content is None:
+            arrays = self._arrays(group, start, stop)
+            content = self._contents[group, stop - start] = arrays, sum(spec.bytes for spec in arrays.values())
+        return content
+
+    def _arrays(self, group: str, start: int, stop: int) -> dict[str, ArraySpec]:
         if group == CHECKPOINT:
             parts = self.carries if start == stop else self.parts
         else:
@@ -223,10 +242,6 @@ class Geometry:
                 raise GeometryError(f"no group {group!r}; there are {[g.name for g in self.block_groups]}")
             parts = found[0].parts
         return {part.name: part.array(stop - start) for part in parts}
-
-    def frame_bytes(self, group: str, tokens: int) -> int:
-        """Raw bytes of all arrays in one frame."""
-        return sum(spec.bytes for spec in self.arrays(group, tokens).values())
 
     def restore_bytes(self, tokens: int) -> int:
         """Raw bytes that a restore to `tokens` tokens brings to the device: what capacity is checked against."""

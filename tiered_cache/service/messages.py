@@ -56,7 +56,7 @@ def parcel_views(geometry: Geometry, names: Sequence[FrameName], body: Bytes) ->
     for name in names:
         arrays: dict[str, HostArray] = {}
         for part, spec in geometry.arrays(name.group, name.tokens).items():
-            arrays[part] = body[offset : offset + spec.bytes].view(spec.storage).reshape(spec.shape)
+            arrays[part] = np.ndarray(spec.shape, spec.storage, body.data, offset)
             offset += _aligned(spec.bytes)
         views.append(arrays)
     return views

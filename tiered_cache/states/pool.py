@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiered_cache.devices.base import Array, Device
@@ -110,7 +111,7 @@ class StatePool:
         staged = self.layout.ple.staged_spec.bytes if self.layout.ple and self.ple_tables else 0
         return a_token * capacity_tokens + block_keys + 2 * carries + staged
 
-    def specs(self, group: str, tokens: int) -> dict[str, ArraySpec]:
+    def specs(self, group: str, tokens: int) -> Mapping[str, ArraySpec]:
         """`geometry.arrays(group, tokens)`, cheap for blocks."""
         specs = self._block_specs.get(group)
         if specs is None:

@@ -103,13 +103,23 @@ class SequenceState:
         return self._states
 
     def rows(self, part: str, start: int, stop: int) -> Array:
-        """Rows [start, stop) of a part, a C-contiguous device copy [layers, stop - start, *row]."""
+        """Rows [start, stop) of a part, a C-contiguous device copy [layers, stop - start, *row].
+
+        Raises `PositionError` beyond the cursor, `StateError` for a name that is no row part.
+        """
         self.check_live()
+        if part not in self._states.row_state_of:
+            raise StateError(f"no rows {part!r}; there are {sorted(self._states.row_state_of)}")
         return self._states.row_state_of[part].read(part, start, stop)
 
     def carry(self, part: str) -> Array:
-        """The live buffer of a carry, [layers, *shape]; `ple.history` is host memory."""
+        """The live buffer of a carry, [layers, *shape]; `ple.history` is host memory.
+
+        Raises `StateError` for a name that is no carry.
+        """
         self.check_live()
+        if part not in self._states.carry_state_of:
+            raise StateError(f"no carry {part!r}; there are {sorted(self._states.carry_state_of)}")
         return self._states.carry_state_of[part].arrays[part]
 
     def ensure_room_through(self, end: int) -> None:
@@ -387,7 +397,7 @@ class SequenceState:
             raise DraftError(f"a draft is open from {self._draft.base} to {self._tokens}")
         self._states.check_lockstep(self._tokens)
 
-    def _exportable(self, group: str, tokens: int) -> dict[str, ArraySpec]:
+    def _exportable(self, group: str, tokens: int) -> Mapping[str, ArraySpec]:
         """The specs of a frame that may be exported now; raises otherwise."""
         self.check_live()
         if tokens < 1 or tokens > self._tokens:
