@@ -50,7 +50,7 @@ class Directory:
         self._kept: dict[str, int] = {}  # open upper directories; none is closed before `close`
         self._retired: list[int] = []
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_lasting_directory(root)
             self._root = os.open(root, _OPEN_DIRECTORY)
         except OSError as error:
             raise ConfigError(f"{root} cannot be opened as a directory: {error.strerror}") from error
@@ -255,6 +255,18 @@ class Directory:
                 return False
             self._kept[name] = fd
             return True
+
+
+def _make_lasting_directory(path: Path) -> None:
+    if path.is_dir():
+        return
+    _make_lasting_directory(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -515,9 +515,8 @@ class DiskTier(Tier):
 
     def _sync_names(self, name: str) -> None:
         """Sync a directory, and those above it that do not hold its name for certain."""
-        upper = name.rpartition("/")[0]
-        if name not in self._lasting_directories and upper:
-            self._sync_names(upper)
+        if name and name not in self._lasting_directories:
+            self._sync_names(name.rpartition("/")[0])
         self._directory.sync_directory(name)
         self._lasting_directories.add(name)
 
@@ -648,8 +647,6 @@ class DiskTier(Tier):
     # Reading
 
     def _read(self, request: GetRequest) -> GetAnswer:
-        if not is_path(request.path):
-            return TierError("not a path", request.path, self.name)
         try:
             fd = self._open(request.path)
             try:
@@ -672,6 +669,8 @@ class DiskTier(Tier):
         return view[:done].toreadonly() if request.into is None else view[:done]
 
     def _open(self, path: str) -> int:
+        if not is_path(path):
+            raise FileNotFoundError(errno.ENOENT, "not a path")
         for _ in range(_OPENINGS_MAX):
             with contextlib.suppress(BlockingIOError):  # deleted while it was opened, and perhaps written again
                 return self._directory.open_locked(_entry_name(path))

@@ -1,0 +1,36 @@
+"""Every tier keeps the promises of a tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiered_cache.testing.tier_suite import TierTests
+from tiered_cache.tiers.base import Tier
+from tiered_cache.tiers.disk import DiskTier, SyncPolicy
+from tiered_cache.tiers.host import HostTier
+
+
+class TestHostTier(TierTests):
+    def make_tier(self, directory: Path, bytes_max: int) -> Tier:
+        return HostTier(bytes_max)
+
+
+class TestDiskTier(TierTests):
+    outlives_close = True
+
+    def make_tier(self, directory: Path, bytes_max: int) -> Tier:
+        return DiskTier(directory, bytes_max, sync=SyncPolicy.NEVER)
+
+
+class TestSyncedDiskTier(TierTests):
+    outlives_close = True
+
+    def make_tier(self, directory: Path, bytes_max: int) -> Tier:
+        return DiskTier(directory, bytes_max, sync=SyncPolicy.FULL)
+
+
+class TestDiskTierWithoutSpareFiles(TierTests):
+    outlives_close = True
+
+    def make_tier(self, directory: Path, bytes_max: int) -> Tier:
+        return DiskTier(directory, bytes_max, sync=SyncPolicy.NEVER, spare_bytes=0)
