@@ -29,7 +29,7 @@ from tiered_cache.devices.base import (
     check_copy,
 )
 from tiered_cache.errors import CapacityError, ConfigError
-from tiered_cache.geometry import ArraySpec, storage_dtype
+from tiered_cache.geometry import ArraySpec
 
 _PINNED = 1  # cudaMemoryTypeHost
 _THREADS = 256
@@ -114,10 +114,10 @@ class CupyDevice(Device):
         self._in_flight: dict[int, list[object]] = {stream.ptr: [] for stream in self._streams.values()}
 
     def empty(self, spec: ArraySpec) -> Array:
-        return self._allocate(self.xp.empty, spec.shape, storage_dtype(spec.dtype))
+        return self._allocate(self.xp.empty, spec.shape, spec.storage)
 
     def zeros(self, spec: ArraySpec) -> Array:
-        return self._allocate(self.xp.zeros, spec.shape, storage_dtype(spec.dtype))
+        return self._allocate(self.xp.zeros, spec.shape, spec.storage)
 
     def host_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         with self._device:

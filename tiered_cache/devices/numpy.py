@@ -17,7 +17,7 @@ from tiered_cache.devices.base import (
     check_copy,
 )
 from tiered_cache.errors import CapacityError
-from tiered_cache.geometry import ArraySpec, storage_dtype
+from tiered_cache.geometry import ArraySpec
 
 
 class NumpyDevice(Device):
@@ -29,13 +29,13 @@ class NumpyDevice(Device):
 
     def empty(self, spec: ArraySpec) -> Array:
         try:
-            return np.empty(spec.shape, dtype=storage_dtype(spec.dtype))
+            return np.empty(spec.shape, dtype=spec.storage)
         except MemoryError as error:
             raise CapacityError(f"no host memory for {spec.bytes} bytes") from error
 
     def zeros(self, spec: ArraySpec) -> Array:
         try:
-            return np.zeros(spec.shape, dtype=storage_dtype(spec.dtype))
+            return np.zeros(spec.shape, dtype=spec.storage)
         except MemoryError as error:
             raise CapacityError(f"no host memory for {spec.bytes} bytes") from error
 

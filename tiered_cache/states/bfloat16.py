@@ -16,7 +16,7 @@ def to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
 
 
 def from_float32(xp: ModuleType, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounded to nearest, ties to even; every NaN becomes 0x7FC0, since its sign and payload depend on the processor."""
+    """Rounded to nearest, ties to even; every NaN becomes 0x7FC0: its sign and payload depend on the processor."""
     bits = values.view(np.uint32)
     nearest = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
     result: npt.NDArray[np.uint32] = xp.where(values != values, np.uint32(QUIET_NAN), nearest)  # noqa: PLR0124

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tiered_cache.devices.base import HostArray
 from tiered_cache.errors import BlobError, LayerSetError
-from tiered_cache.geometry import ArraySpec, storage_dtype
+from tiered_cache.geometry import ArraySpec
 
 Blob: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 """Any C-contiguous buffer of bytes."""
@@ -40,7 +40,7 @@ def split_body(title: str, blob: npt.NDArray[np.uint8], offset: int, specs: Sequ
         raise BlobError(f"{title}: a blob of {len(blob)} bytes, where its header asks for {wanted}")
     arrays: list[HostArray] = []
     for spec in specs:
-        arrays.append(blob[offset : offset + spec.bytes].view(storage_dtype(spec.dtype)).reshape(spec.shape))
+        arrays.append(blob[offset : offset + spec.bytes].view(spec.storage).reshape(spec.shape))
         offset += spec.bytes
     return arrays
 

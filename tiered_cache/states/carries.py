@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tiered_cache.devices.base import Array, Device, HostArray, Stream
 from tiered_cache.devices.numpy import NumpyDevice
 from tiered_cache.errors import PositionError, ReleasedError, StateError
-from tiered_cache.geometry import Part, storage_dtype
+from tiered_cache.geometry import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class CarryState:
 
     def _check_value(self, name: str, value: Array) -> None:
         spec = self.parts[name].array(0)
-        dtype = storage_dtype(spec.dtype)
+        dtype = spec.storage
         if value.shape != spec.shape or value.dtype != dtype:
             raise StateError(f"{self.title}: {name} is {value.dtype} {value.shape}, not {dtype} {spec.shape}")
 

@@ -127,6 +127,9 @@ class NgramTable:
     """The rows of one layer's table, [rows, head_dim], in host memory or in a memory-mapped file."""
 
     def __init__(self, rows: HostArray) -> None:
+        """Raises `ConfigError` unless `rows` has two dimensions."""
+        if rows.ndim != 2:
+            raise ConfigError(f"an n-gram table of shape {rows.shape}, not of rows and elements")
         self.rows = rows
 
     @staticmethod

@@ -123,7 +123,7 @@ class PleState(CarryState):
             self._check_tables()
             spec = layout.staged_spec
             self._staged = device.empty(spec)
-            self._staged_host = device.host_buffer(spec.bytes).view(storage_dtype(spec.dtype)).reshape(spec.shape)
+            self._staged_host = device.host_buffer(spec.bytes).view(spec.storage).reshape(spec.shape)
         self.arrays[HISTORY][...] = layout.eos
 
     @property

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiered_cache.devices.base import Array, Device
 from tiered_cache.errors import CapacityError, ConfigError
-from tiered_cache.geometry import ArraySpec, Geometry, Part, PartKind
+from tiered_cache.geometry import Geometry, Part, PartKind
 from tiered_cache.states.dsa import DsaLayout
 from tiered_cache.states.ngrams import NgramTable
 from tiered_cache.states.paged_kv import KvLayout, PagePool
@@ -82,9 +81,6 @@ class StatePool:
         self._buffer_bytes_free = buffer_bytes
         self._staging_slots_free = staging_slots
         self._lock = threading.Lock()
-        self._block_specs = {
-            group.name: self.geometry.arrays(group.name, block_tokens) for group in self.geometry.block_groups
-        }
 
     @property
     def buffer_bytes_free(self) -> int:
@@ -110,14 +106,6 @@ class StatePool:
         block_keys = capacity_tokens // qsa.ratio * len(qsa.layers) * qsa.head_dim * 2 if qsa else 0
         staged = self.layout.ple.staged_spec.bytes if self.layout.ple and self.ple_tables else 0
         return a_token * capacity_tokens + block_keys + 2 * carries + staged
-
-    def specs(self, group: str, tokens: int) -> Mapping[str, ArraySpec]:
-        """`geometry.arrays(group, tokens)`, cheap for blocks."""
-        specs = self._block_specs.get(group)
-        if specs is None:
-            return self.geometry.arrays(group, tokens)
-        self.geometry.span(group, tokens)
-        return specs
 
     def take_buffers(self, nbytes: int) -> None:
         """Book fixed buffers. Raises `CapacityError`."""

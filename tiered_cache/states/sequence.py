@@ -408,7 +408,7 @@ class SequenceState:
             self._check_accepted()
             if tokens != self._tokens:
                 raise PositionError(f"checkpoint at {tokens}, where the carries are valid at {self._tokens} alone")
-        return self.pool.specs(group, tokens)
+        return self.geometry.arrays(group, tokens)
 
 
 class StagedCheckpoint:
@@ -428,7 +428,7 @@ class StagedCheckpoint:
         if self._released:
             raise ReleasedError(f"the staged checkpoint at {self.tokens} was released")
         device = self._pool.device
-        specs = self._pool.specs(CHECKPOINT, self.tokens)
+        specs = self._pool.geometry.arrays(CHECKPOINT, self.tokens)
         arrays = host_arrays(device, specs) if out is None else dict(out)
         check_arrays(specs, arrays, as_destination=True)
         stream = device.stream(Direction.TO_HOST)
@@ -507,7 +507,7 @@ class Restoration:
         if came is not False:
             why = "is not needed" if came is None else "came twice"
             raise StateError(f"{group} frame at {tokens} {why} in a restore to {self.tokens}")
-        check_arrays(self._states.pool.specs(group, tokens), arrays)
+        check_arrays(self._geometry.arrays(group, tokens), arrays)
         start, _ = self._geometry.span(group, tokens)
         self._states.load(start, tokens, arrays)
         self._came[group, tokens] = True

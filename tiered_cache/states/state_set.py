@@ -13,7 +13,7 @@ import xxhash
 
 from tiered_cache.devices.base import Array, Device, Direction, HostArray, Stream
 from tiered_cache.errors import CapacityError, GeometryError, LockstepError, PositionError
-from tiered_cache.geometry import ArraySpec, storage_dtype
+from tiered_cache.geometry import ArraySpec
 from tiered_cache.states.blobs import Blob, check_layers
 from tiered_cache.states.carries import CarryState
 from tiered_cache.states.dsa import DsaIndexer
@@ -28,7 +28,7 @@ _ALIGNMENT_BYTES = 64
 _DIGEST_STEP_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerBlob:
     """One layer's whole state of one kind: `state` is `kv`, `qsa`, `dsa`, `ple` or `recurrent`."""
 
@@ -37,7 +37,7 @@ class LayerBlob:
     blob: Blob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerSnapshots:
     """The whole-layer blobs of all carriers at one token count. It says nothing about whose state it is."""
 
@@ -174,7 +174,7 @@ class StateSet:
             for start in (0,) if is_carry else range(0, tokens, step):
                 stop = min(start + step, tokens)
                 spec = part.array(stop - start)
-                out: HostArray = np.empty(spec.shape, dtype=storage_dtype(spec.dtype))
+                out: HostArray = np.empty(spec.shape, dtype=spec.storage)
                 self.export(part.name, start, stop, out, stream)
                 self.pool.device.synchronize(stream)
                 digest.update(out.reshape(-1).view(np.uint8).data)
@@ -214,7 +214,7 @@ def host_arrays(device: Device, specs: Mapping[str, ArraySpec]) -> dict[str, Hos
         total += -(-spec.bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     buffer = device.host_buffer(total)
     return {
-        name: buffer[offset : offset + spec.bytes].view(storage_dtype(spec.dtype)).reshape(spec.shape)
+        name: buffer[offset : offset + spec.bytes].view(spec.storage).reshape(spec.shape)
         for (name, spec), offset in zip(specs.items(), offsets, strict=True)
     }
 
@@ -228,7 +228,7 @@ def check_arrays(
     for name, array in arrays.items():
         if (spec := specs.get(name)) is None:
             continue
-        dtype = storage_dtype(spec.dtype)
+        dtype = spec.storage
         if array.shape != spec.shape or array.dtype != dtype:
             problems.append(f"{name} is {array.dtype} {array.shape}, not {dtype} {spec.shape}")
         elif as_destination and not (array.flags.c_contiguous and array.flags.writeable):

@@ -41,7 +41,7 @@ LAYOUT = SequenceLayout(
 
 def random_bits(rng: np.random.Generator, spec: ArraySpec) -> HostArray:
     """Random bytes in the storage dtype."""
-    return np.frombuffer(rng.bytes(spec.bytes), storage_dtype(spec.dtype)).reshape(spec.shape)
+    return np.frombuffer(rng.bytes(spec.bytes), spec.storage).reshape(spec.shape)
 
 
 def upload(device: Device, host: HostArray) -> Array:
