@@ -230,9 +230,9 @@ class FrameKey:
     def path(self) -> str:
         """The name under which every tier keeps the frame: lower-case hex, digits, `-`, `.` and `/` alone."""
         prefix = self.prefix.hex()
-        return (
-            f"{self.namespace.hex()}/{prefix[:2]}/{prefix}-{self.parent.hex()}-{self.group}-{self.tokens}-{self.rank}"
-        )
+        name = f"{prefix}-{self.parent.hex()}-{self.group}-{self.tokens}-{self.rank}"
+        private = f"-{self.private:016x}" if self.private else ""
+        return f"{self.namespace.hex()}/{prefix[:2]}/{name}{private}"
 
     @staticmethod
     def parse(path: str) -> FrameKey:
