@@ -373,6 +373,7 @@ class DiskTier(Tier):
             if not any(self._is_alive(holder) for holder in self._holders()):
                 for part in ("entries", "quarantine"):
                     self._prune(part)
+                self._directory.forget_directories()
                 if not books.counted:
                     books.become(self._count(None))
             fd = self._directory.open_shared(f"holders/{self._holder}")
@@ -490,9 +491,8 @@ class DiskTier(Tier):
             if self._size(path) is None:
                 raise OSError(errno.EISDIR, "something that is not an entry is in its place") from None
             return False
-        except FileNotFoundError:  # somebody removed directories by hand
-            self._directory.forget_directories()
-            self._lasting_directories.clear()
+        except FileNotFoundError:
+            self._look_again()
             self._make_directories(_parent_of(path))
             self._directory.link(temporary, _entry_name(path))
         return True
@@ -709,9 +709,21 @@ class DiskTier(Tier):
         return f"tmp/{self._holder}/{next(self._numbers)}"
 
     def _make_directories(self, name: str) -> None:
+        """Create a directory and those above it."""
         parts = name.split("/")
-        for depth in range(2, len(parts) + 1):
-            self._directory.make_directory("/".join(parts[:depth]))
+        above = ["/".join(parts[:depth]) for depth in range(2, len(parts) + 1)]
+        try:
+            for directory in above:
+                self._directory.make_directory(directory)
+        except FileNotFoundError:  # one that we have open is gone
+            self._look_again()
+            for directory in above:
+                self._directory.make_directory(directory)
+
+    def _look_again(self) -> None:
+        """Somebody removed directories by hand: what is known of them is out of date."""
+        self._directory.forget_directories()
+        self._lasting_directories.clear()
 
     def _walk(self, top: str, prefix: str = "", below: str = "", depth: int = 1) -> Iterator[tuple[str, Listed]]:
         """Everything below `top` that is not a directory in which there can be entries that begin with `prefix`."""
