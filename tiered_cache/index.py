@@ -239,13 +239,19 @@ class PrefixIndex:
         A block end that owns no frames and has other checkpoints of the tier behind it frees nothing, and stays.
         """
         home = self._tree.by_name[tier]
-        names = list(Trial(self._tree, home).frees(prefix))
-        gone = []
-        for name in names:
-            frame = self._tree.find(name)
-            assert frame is not None
-            self._tree.remove(name, frame, home)
-            if not frame.held:
+        names: list[FrameName] = []
+        gone: list[PrefixId] = []
+        for holder, place, copies in list(Trial(self._tree, home).sole(prefix)):
+            if isinstance(holder, Node):
+                assert isinstance(place, int)
+                name = self._tree.block_name(holder, place)
+                self._tree.remove_block(holder, place, home)
+            else:
+                assert isinstance(place, FrameName)
+                name = place
+                self._tree.remove(name, copies, home)
+            names.append(name)
+            if not copies.held:
                 gone.append(name.prefix)
         for forgotten in gone[:1] + gone[-1:]:
             self._remember(forgotten, reason)
@@ -253,8 +259,10 @@ class PrefixIndex:
 
     def claim(self, chain: Chain, tokens: int, tier: str) -> Claim:
         """Keep a prefix, what a tier holds of it and will hold, while a checkpoint at `tokens` is on its way there."""
-        node = self._tree.nodes[chain.block_hash(0)]
-        for depth in range(1, tokens // chain.block_tokens + 1):
+        node = self._deepest(chain, tokens // chain.block_tokens)
+        if not node.layout.row_slots:  # the path may be known in parts only
+            node = self._tree.nodes[node.layout.root]
+        for depth in range(node.depth + 1, tokens // chain.block_tokens + 1):
             node = self._tree.node(node.layout, chain.block_hash(depth), depth, node.prefix)
         claim = Claim(node.prefix, tokens, tier)
         self._tree.hold(claim.checkpoint(node), self._tree.by_name[tier], 1)
@@ -266,7 +274,7 @@ class PrefixIndex:
         self._tree.hold(claim.checkpoint(node), home, -1)
         names: list[FrameName] = []
         at: Node | None = node
-        while at is not None and (not at.supports[home.index] or any(window for _, window in at.layout.groups)):
+        while at is not None and (not at.supports[home.index] or at.layout.windows):
             names += self._tree.idle_names(at, home)
             at = at.parent
         self._tree.prune(node)
@@ -339,11 +347,10 @@ class PrefixIndex:
             owned = layout.carries or tail > 0
             prefix = chain.prefix_hash(tokens)
             checkpoint = self._tree.checkpoints.get(prefix)
-            own_bytes = 0
-            if owned and not (checkpoint is not None and self._ranks(checkpoint, home) == layout.shards):
-                own_bytes = frame_bytes(CHECKPOINT, tokens) * layout.shards
+            ranks = self._ranks(checkpoint, home) if checkpoint else 0
+            own_bytes = frame_bytes(CHECKPOINT, tokens) * (layout.shards - ranks) if owned else 0
             rows, windows = self._missing_blocks(chain, tokens, home)
-            if not (own_bytes or rows or windows or (owned and checkpoint is None)):
+            if not (rows or windows or (owned and ranks < layout.shards)):
                 continue
             crowded = self._crowds_out(chain, depth, tail) if checkpoint is None else None
             if crowded is _NO_PLACE:
@@ -438,13 +445,10 @@ class PrefixIndex:
         verified = tuple(t.name for t in self._tree.tiers if frame.verified >> t.index & 1)
         return Located(name, copies, frame.lineage, verified)
 
-    def _has_rows(self, layout: Layout) -> bool:
-        return any(not window for _, window in layout.groups)
-
     def _deepest(self, chain: Chain, blocks: int) -> Node:
         """The deepest known block end among the first `blocks` of a chain."""
         nodes, layout = self._tree.nodes, self._tree.layouts[chain.namespace]
-        if not self._has_rows(layout):
+        if not layout.row_slots:
             return next(node for depth in range(blocks, -1, -1) if (node := nodes.get(chain.block_hash(depth))))
         node = nodes[layout.root]
         if self._tree.incomplete[layout.namespace]:
@@ -465,7 +469,7 @@ class PrefixIndex:
 
     def _deepest_complete(self, chain: Chain, known: Node) -> Node:
         """The deepest block end up to `known` whose rows, and those of all before it, are in some tier."""
-        if not self._tree.incomplete[known.layout.namespace] or not self._has_rows(known.layout):
+        if not self._tree.incomplete[known.layout.namespace] or not known.layout.row_slots:
             return known
         node = self._tree.nodes[known.layout.root]
         for depth in range(1, known.depth + 1):
@@ -507,9 +511,9 @@ class PrefixIndex:
 
     def _windows_there(self, node: Node, tokens: int) -> bool:
         layout = node.layout
-        for group, (_, window) in enumerate(layout.groups):
+        for group, window in layout.windows:
             first, at = layout.first_block(window, tokens), node
-            while window and at.depth > first:
+            while at.depth > first:
                 if any(f is None for f in at.frames[group * layout.shards : (group + 1) * layout.shards]):
                     return False
                 if at.parent is None:
@@ -577,15 +581,16 @@ class PrefixIndex:
         """Depths of the row blocks, and (group, depth) of the window blocks, that a tier lacks for `tokens`."""
         layout, depth = self._tree.layouts[chain.namespace], tokens // chain.block_tokens
         rows: Sequence[int] = ()
-        if self._has_rows(layout):
-            rows = range(self._held_depth(chain, depth, home) + 1, depth + 1)
-            if home.holes:
-                known = ((d, self._tree.nodes.get(chain.block_hash(d))) for d in range(1, depth + 1))
-                rows = [d for d, node in known if not self._tree.rows_in(node, home)]
+        if layout.row_slots:
+            held = 0 if home.holes else self._held_depth(chain, depth, home)
+            known = self._deepest(chain, depth).depth
+            rows = range(held + 1, depth + 1)
+            if known > held:  # blocks of another tier, or that support nothing in this one
+                there = ((d, self._tree.nodes.get(chain.block_hash(d))) for d in range(held + 1, known + 1))
+                rows = [d for d, node in there if not self._tree.rows_in(node, home)] + [*range(known + 1, depth + 1)]
         windows = frozenset(
             (group, d)
-            for group, (_, window) in enumerate(layout.groups)
-            if window
+            for group, window in layout.windows
             for d in range(layout.first_block(window, tokens) + 1, depth + 1)
             if not self._tree.block_in(self._tree.nodes.get(chain.block_hash(d)), group, home)
         )

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tiered_cache.errors import IdentityError
@@ -86,6 +86,19 @@ class Layout:
     carries: bool = True
     """Whether a restore to a block end needs a checkpoint frame."""
     shards: int = 1
+    first_slots: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """Group -> the place of its rank 0 among a node's frames; the other ranks follow."""
+    row_slots: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The places of the frames that every restore behind a node needs."""
+    windows: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    """Index in `groups`, and window in tokens, of each window group."""
+
+    def __post_init__(self) -> None:
+        first_slots = {name: group * self.shards for group, (name, _) in enumerate(self.groups)}
+        rows = [first_slots[name] for name, window in self.groups if not window]
+        object.__setattr__(self, "first_slots", first_slots)
+        object.__setattr__(self, "row_slots", tuple(first + rank for first in rows for rank in range(self.shards)))
+        object.__setattr__(self, "windows", tuple((g, w) for g, (_, w) in enumerate(self.groups) if w))
 
     @staticmethod
     def of(namespace: bytes, root: bytes, geometry: Geometry) -> Layout:
@@ -148,7 +161,8 @@ class Copies:
         return max(self.stored) >= 0
 
     def put(self, tier: int, stored_bytes: int) -> None:
-        self.stored = (*self.stored[:tier], stored_bytes, *self.stored[tier + 1 :])
+        stored = self.stored
+        self.stored = (*stored[:tier], stored_bytes, *stored[tier + 1 :]) if len(stored) > 1 else (stored_bytes,)
         self.verified &= ~(1 << tier)
 
 
@@ -170,7 +184,10 @@ class Node:
         """(tier, group) -> how many checkpoints of that tier need this block of that window group."""
 
     def holds(self, tier: int) -> bool:
-        return any(frame is not None and frame.stored[tier] >= 0 for frame in self.frames)
+        for frame in self.frames:  # noqa: SIM110 - for each block of each request: no generator
+            if frame is not None and frame.stored[tier] >= 0:
+                return True
+        return False
 
 
 class Checkpoint:
@@ -249,14 +266,8 @@ class PrefixTree:
             self._insert_checkpoint(name, layout, home, stored_bytes, lineage)
             return
         node = self.node(layout, name.prefix, name.tokens // layout.block_tokens, name.parent)
-        slot = self._slot(layout, name)
-        lacked, hole, held = self.lacks_rows(node), self._is_hole(node, home), node.holds(home.index)
-        copies = node.frames[slot]
-        if copies is None:
-            copies = node.frames[slot] = Copies(len(self.tiers), lineage)
-        self._count(home, copies, stored_bytes)
-        self.incomplete[layout.namespace] += self.lacks_rows(node) - lacked
-        home.holes += self._is_hole(node, home) - hole
+        held = node.holds(home.index)
+        self._set_block(node, layout.first_slots[name.group] + name.rank, home, stored_bytes, lineage)
         if not layout.carries and not held:
             self.support(node, home)
 
@@ -273,7 +284,7 @@ class PrefixTree:
         if not 0 <= name.rank < layout.shards:
             problem = f"rank {name.rank} is outside 0 .. {layout.shards - 1}"
         elif name.group != CHECKPOINT:
-            if name.group not in dict(layout.groups):
+            if name.group not in layout.first_slots:
                 problem = f"there is no group {name.group!r}"
             elif name.tokens <= 0 or name.tokens % layout.block_tokens:
                 problem = f"a block frame ends at {name.tokens}, not a multiple of {layout.block_tokens}"
@@ -281,11 +292,6 @@ class PrefixTree:
             problem = f"no checkpoint frame can be at {name.tokens} tokens"
         if problem:
             raise IdentityError(problem)
-
-    @staticmethod
-    def _slot(layout: Layout, name: Name) -> int:
-        group = next(i for i, (known, _) in enumerate(layout.groups) if known == name.group)
-        return group * layout.shards + name.rank
 
     def node(self, layout: Layout, prefix: PrefixId, depth: int, parent_id: PrefixId) -> Node:
         """The node of a block end, made and linked if it is new. Raises `IdentityError` before anything changes."""
@@ -319,7 +325,7 @@ class PrefixTree:
     def prune(self, node: Node | None) -> None:
         """Forget a node, and then its ancestors, that hold and support nothing."""
         while node is not None and node.depth and not node.children and not node.checkpoints:
-            if any(node.supports) or any(frame is not None for frame in node.frames):
+            if any(node.supports) or node.frames.count(None) < len(node.frames):
                 return
             del self.nodes[node.prefix]
             if self.lacks_rows(node):
@@ -334,21 +340,33 @@ class PrefixTree:
         """Set one copy's bytes, or `NOT_HELD`, and the tier's sums with it."""
         before = frame.stored[home.index]
         frame.put(home.index, stored_bytes)
-        home.bytes += max(stored_bytes, 0) - max(before, 0)
-        home.frames += (stored_bytes >= 0) - (before >= 0)
+        if stored_bytes >= 0:
+            home.bytes += stored_bytes
+            home.frames += 1
+        if before >= 0:
+            home.bytes -= before
+            home.frames -= 1
+
+    def _set_block(self, node: Node, slot: int, home: Holdings, stored_bytes: int, lineage: int = 0) -> None:
+        """Set one copy of a block frame, and all that follows from it but the supports."""
+        copies, layout = node.frames[slot], node.layout
+        lacked, hole = self.lacks_rows(node), self._is_hole(node, home)
+        if copies is None:
+            copies = node.frames[slot] = Copies(len(self.tiers), lineage)
+        self._count(home, copies, stored_bytes)
+        if not copies.held:
+            node.frames[slot] = None
+        self.incomplete[layout.namespace] += self.lacks_rows(node) - lacked
+        home.holes += self._is_hole(node, home) - hole
 
     @staticmethod
     def lacks_rows(node: Node) -> bool:
         """Whether some rank's rows of this block are in no tier."""
-        if not node.depth:
-            return False
-        shards = node.layout.shards
-        return any(
-            node.frames[group * shards + rank] is None
-            for group, (_, window) in enumerate(node.layout.groups)
-            if not window
-            for rank in range(shards)
-        )
+        if node.depth:
+            for slot in node.layout.row_slots:
+                if node.frames[slot] is None:
+                    return True
+        return False
 
     @staticmethod
     def block_in(node: Node | None, group: int, home: Holdings) -> bool:
@@ -359,12 +377,17 @@ class PrefixTree:
         frames = node.frames[group * shards : (group + 1) * shards]
         return all(frame is not None and frame.stored[home.index] >= 0 for frame in frames)
 
-    def rows_in(self, node: Node | None, home: Holdings) -> bool:
+    @staticmethod
+    def rows_in(node: Node | None, home: Holdings) -> bool:
         """Whether a tier holds the rows of this block, all ranks."""
         if node is None:
             return False
-        groups = node.layout.groups
-        return not node.depth or all(self.block_in(node, g, home) for g, (_, w) in enumerate(groups) if not w)
+        if node.depth:
+            for slot in node.layout.row_slots:
+                copies = node.frames[slot]
+                if copies is None or copies.stored[home.index] < 0:
+                    return False
+        return True
 
     def _is_hole(self, node: Node, home: Holdings) -> bool:
         return node.supports[home.index] > 0 and not self.rows_in(node, home)
@@ -405,7 +428,7 @@ class PrefixTree:
         if not node.supports[home.index] or not node.layout.carries:
             return [] if node.supports[home.index] else names
         used = {group for (tier, group), count in (node.users or {}).items() if tier == home.index and count}
-        idle = {name for group, (name, window) in enumerate(node.layout.groups) if window and group not in used}
+        idle = {node.layout.groups[group][0] for group, _ in node.layout.windows if group not in used}
         return [name for name in names if name.group in idle]
 
     @staticmethod
@@ -416,9 +439,9 @@ class PrefixTree:
 
     def _use_windows(self, checkpoint: Checkpoint, home: Holdings, change: int, start: Node) -> None:
         """Count a checkpoint in or out at the window blocks that it needs, from `start` upwards."""
-        for group, (_, window) in enumerate(checkpoint.node.layout.groups):
+        for group, window in checkpoint.node.layout.windows:
             first = checkpoint.node.layout.first_block(window, checkpoint.tokens)
-            node: Node | None = start if window else None
+            node: Node | None = start
             while node is not None and node.depth > first:
                 node.users = node.users or {}
                 node.users[home.index, group] = node.users.get((home.index, group), 0) + change
@@ -437,7 +460,8 @@ class PrefixTree:
         node = self.nodes.get(name.prefix)
         if node is None or not node.depth:
             return None
-        return node.frames[self._slot(node.layout, name)]
+        slot = node.layout.first_slots.get(name.group)
+        return None if slot is None else node.frames[slot + name.rank]
 
     def _insert_checkpoint(self, name: Name, layout: Layout, home: Holdings, stored_bytes: int, lineage: int) -> None:
         depth, tail = divmod(name.tokens, layout.block_tokens)
@@ -507,12 +531,11 @@ class PrefixTree:
                 self.prune(checkpoint.node)
             return
         node = self.nodes[name.prefix]
-        lacked, hole = self.lacks_rows(node), self._is_hole(node, home)
-        self._count(home, frame, NOT_HELD)
-        if not frame.held:
-            node.frames[self._slot(node.layout, name)] = None
-        self.incomplete[node.layout.namespace] += self.lacks_rows(node) - lacked
-        home.holes += self._is_hole(node, home) - hole
+        self.remove_block(node, node.layout.first_slots[name.group] + name.rank, home)
+
+    def remove_block(self, node: Node, slot: int, home: Holdings) -> None:
+        """Take one copy of a block frame away."""
+        self._set_block(node, slot, home, NOT_HELD)
         if not node.layout.carries and not node.holds(home.index):
             self.unsupport(node, home)
         self.prune(node)
@@ -533,6 +556,10 @@ class PrefixTree:
             for slot, frame in enumerate(node.frames)
             if frame is not None and frame.stored[home.index] >= 0
         ]
+
+
+Place = tuple[Node, int, Copies] | tuple[Checkpoint, FrameName, Copies]
+"""A frame's node and slot, or its checkpoint and name; and its copies."""
 
 
 class Trial:
@@ -576,7 +603,7 @@ class Trial:
         """What dropping a checkpoint, or taking back a candidate, would free now."""
         if prefix in self.candidates:
             return SoleSupport(0, self._candidate_bytes(self.candidates[prefix]))
-        sizes = [frame.stored[self._home.index] for _, frame in self._sole(prefix)]
+        sizes = [frame.stored[self._home.index] for _, _, frame in self.sole(prefix)]
         return SoleSupport(len(sizes), sum(sizes))
 
     def drop(self, prefix: PrefixId) -> int:
@@ -586,7 +613,7 @@ class Trial:
         if prefix in self.candidates:
             self._drop_candidate(self.candidates[prefix])
             return before - self.needed_bytes
-        freed = sum(frame.stored[self._home.index] for _, frame in self._sole(prefix))
+        freed = sum(frame.stored[self._home.index] for _, _, frame in self.sole(prefix))
         checkpoint = self._tree.checkpoints.get(prefix)
         node = checkpoint.node if checkpoint else self._tree.nodes[prefix]
         if checkpoint is None and self._support_of(node) != 1:
@@ -607,12 +634,9 @@ class Trial:
         picked = [p for p in pool if p not in self._dropped and p not in self._pinned]
         return picked + [p for p in self.candidates if p not in self._pinned]
 
-    def frees(self, prefix: PrefixId) -> Iterator[FrameName]:
-        """The names of the frames that dropping a checkpoint would free: its own, then blocks, deepest first."""
-        return (name for name, _ in self._sole(prefix))
-
     def _support_of(self, node: Node) -> int:
-        return node.supports[self._home.index] + self._supports.get(node, 0)
+        supports = node.supports[self._home.index]
+        return supports + self._supports.get(node, 0) if self._supports else supports
 
     def _take(self, candidate: Candidate) -> None:
         node: Node | None = self._tree.nodes[candidate.anchor]
@@ -658,26 +682,25 @@ class Trial:
 
     @staticmethod
     def _window_blocks(node: Node, tokens: int) -> Iterator[tuple[Node, int]]:
-        for group, (_, window) in enumerate(node.layout.groups):
+        for group, window in node.layout.windows:
             first = node.layout.first_block(window, tokens)
-            at: Node | None = node if window else None
+            at: Node | None = node
             while at is not None and at.depth > first:
                 yield at, group
                 at = at.parent
 
-    def _sole(self, prefix: PrefixId) -> Iterator[tuple[FrameName, Copies]]:
-        """The frames that the tier holds for this checkpoint alone."""
+    def sole(self, prefix: PrefixId) -> Iterator[Place]:
+        """Where the frames are that the tier holds for this checkpoint alone: its own, then blocks, deepest first."""
         tree, tier = self._tree, self._home.index
         checkpoint = tree.checkpoints.get(prefix)
         if checkpoint is not None:
-            yield from ((n, f) for n, f in checkpoint.frames.items() if f.stored[tier] >= 0)
+            yield from ((checkpoint, n, f) for n, f in checkpoint.frames.items() if f.stored[tier] >= 0)
         node: Node | None = checkpoint.node if checkpoint else tree.nodes[prefix]
         kept = node.depth + 1 if node else 0
         while node is not None and node.depth and self._support_of(node) == 1:
-            for name in tree.held_names(node, self._home):
-                frame = tree.find(name)
-                assert frame is not None
-                yield name, frame
+            for slot, frame in enumerate(node.frames):
+                if frame is not None and frame.stored[tier] >= 0:
+                    yield node, slot, frame
             kept, node = node.depth, node.parent
         if checkpoint is None or not checkpoint.node.layout.carries:
             return
@@ -688,7 +711,7 @@ class Trial:
                 for slot in range(group * shards, (group + 1) * shards):
                     block = at.frames[slot]
                     if block is not None and block.stored[tier] >= 0:
-                        yield tree.block_name(at, slot), block
+                        yield at, slot, block
 
 
 class TierView:
