@@ -157,7 +157,7 @@ def test_pooling_in_steps_is_pooling_at_once(monkeypatch: pytest.MonkeyPatch) ->
     one, many = (QsaIndexer(layout_of(), NumpyDevice(), 80) for _ in range(2))
     one.append(0, {"qsa.keys": keys})
     one.pool()
-    monkeypatch.setattr(qsa, "_POOLED_ELEMENTS_MAX", 3 * 2 * 4 * 10)
+    monkeypatch.setattr(qsa, "_HOST_STEP_ELEMENTS", 3 * 2 * 4 * 10)
     many.append(0, {"qsa.keys": keys})
     many.pool()
     assert block_keys(one) == block_keys(many)

@@ -489,6 +489,17 @@ def test_a_reservation_becomes_a_sequence_without_asking_again() -> None:
     assert sequence.tokens == 32
 
 
+def test_states_that_stand_elsewhere_are_not_swapped_in() -> None:
+    sequence, other = make_sequence(tokens=9), make_sequence(tokens=12, seed=2)
+    message = "the sequence stands at 11, but .*'KV attn': 12"
+    assert_unchanged_by(sequence, LockstepError, message, lambda: sequence.replace(other.states, 11))
+    with pytest.raises(LockstepError, match=message):
+        SequenceState(other.states, 11)
+    digest = other.digest()
+    sequence.replace(other.states, 12)
+    assert sequence.digest() == digest
+
+
 def test_rewinding_needs_rows_alone() -> None:
     rows_only = make_sequence(make_pool(ROWS_ONLY), tokens=21)
     rows_only.rewind_to(21)

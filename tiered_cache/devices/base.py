@@ -66,6 +66,7 @@ class Device(ABC):
     name: str
     xp: ModuleType
     host_memory: bool
+    _dlpack_kinds: frozenset[int]
 
     @abstractmethod
     def empty(self, spec: ArraySpec) -> Array:
@@ -116,17 +117,24 @@ class Device(ABC):
     def adopt(self, tensor: DlpackTensor) -> Array:
         """The tensor's memory as a device array of bit patterns, without a copy.
 
-        The tensor must be in this device's memory and C-contiguous. A torch tensor whose dtype NumPy does not have
-        (bfloat16, fp8) is viewed as integers of the same size first.
+        A torch tensor whose dtype NumPy does not have (bfloat16, fp8) is viewed as integers of the same size first.
+        Raises `GeometryError` for a tensor in other memory, or one that is not C-contiguous.
         """
+        kind, _ = tensor.__dlpack_device__()
+        if kind not in self._dlpack_kinds:
+            kinds = sorted(self._dlpack_kinds)
+            raise GeometryError(f"a tensor in memory of DLPack kind {kind}; the {self.name} device's kinds are {kinds}")
+        bits = None
         if type(tensor).__module__.partition(".")[0] == "torch":
             torch = sys.modules["torch"]
+            tensor = tensor.detach()  # type: ignore[attr-defined]
             bits = _BITS_OF_TORCH_DTYPE.get(str(tensor.dtype))  # type: ignore[attr-defined]
             if bits is not None:
                 tensor = tensor.view(getattr(torch, bits))  # type: ignore[attr-defined]
-            array = self._from_dlpack(tensor.detach())  # type: ignore[attr-defined]
-            return array.view(np.uint16) if bits == "int16" else array
-        return self._from_dlpack(tensor)
+        array = self._from_dlpack(tensor)
+        if not array.flags.c_contiguous:
+            raise GeometryError(f"a tensor {array.dtype} {array.shape} that is not C-contiguous")
+        return array.view(np.uint16) if bits == "int16" else array
 
 
 def check_copy(source: Array, destination: Array) -> None:

@@ -89,6 +89,7 @@ class CupyDevice(Device):
 
     name = "cupy"
     host_memory = False
+    _dlpack_kinds = frozenset({2, 13})  # kDLCUDA, kDLCUDAManaged
 
     def __init__(self, ordinal: int = 0, staging_bytes: int = 32 << 20) -> None:
         """`staging_bytes`: pinned host memory for copies from and to other host memory, over both directions."""

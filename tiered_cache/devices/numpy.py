@@ -26,6 +26,7 @@ class NumpyDevice(Device):
     name = "numpy"
     xp = np
     host_memory = True
+    _dlpack_kinds = frozenset({1, 3})  # kDLCPU, kDLCUDAHost: page-locked
 
     def empty(self, spec: ArraySpec) -> Array:
         try:

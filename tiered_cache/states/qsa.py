@@ -38,7 +38,8 @@ from tiered_cache.states.rows import FixedRows
 
 _HEADER = struct.Struct("<QQ")
 KEYS = "qsa.keys"
-_POOLED_ELEMENTS_MAX = 1 << 22  # raw keys pooled in one step: bounds the float32 temporaries at 16 MiB each
+_HOST_STEP_ELEMENTS = 1 << 17  # raw keys pooled in one step: the temporaries stay in the processor's cache
+_DEVICE_STEP_ELEMENTS = 1 << 24  # few launches, and temporaries of 64 MiB at most
 
 Rounding = Literal["once", "each"]
 Float32s = npt.NDArray[np.float32]
@@ -174,7 +175,8 @@ class QsaIndexer(FixedRows):
 
     def _pool(self, first: int, last: int) -> None:
         count, ratio = len(self.layers), self.layout.ratio
-        step = max(1, _POOLED_ELEMENTS_MAX // (count * ratio * self.layout.head_dim))
+        elements = _HOST_STEP_ELEMENTS if self.device.host_memory else _DEVICE_STEP_ELEMENTS
+        step = max(1, elements // (count * ratio * self.layout.head_dim))
         for start in range(first, last, step):
             stop = min(start + step, last)
             keys = cast("Bits", self.buffers[KEYS][:, start * ratio : stop * ratio])

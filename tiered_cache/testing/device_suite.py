@@ -12,7 +12,7 @@ memory. Needs pytest (the `test` extra).
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -191,6 +191,21 @@ class DeviceTests:
         assert adopted.shape == (3, 4)
         adopted[1, 2] = 99
         assert download(device, tensor)[1, 2] == 99
+
+    def test_tensors_that_cannot_be_adopted_are_refused(self, device: Device) -> None:
+        tensor = upload(device, np.arange(12, dtype=np.float32).reshape(3, 4))
+        with pytest.raises(GeometryError, match="not C-contiguous"):
+            device.adopt(tensor[:, ::2])
+
+        class Elsewhere:
+            def __dlpack_device__(self) -> tuple[int, int]:
+                return 10, 0  # kDLROCM
+
+            def __dlpack__(self, *, stream: None = None) -> NoReturn:
+                raise AssertionError
+
+        with pytest.raises(GeometryError, match="kind 10"):
+            device.adopt(Elsewhere())
 
     def test_threads_share_the_streams(self, device: Device) -> None:
         rng = np.random.default_rng(3)
