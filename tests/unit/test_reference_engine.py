@@ -156,7 +156,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     for change in ({"recurrent_layers": (1,)}, {"attention_layers": ()}, {"ple_layers": ()}, {"conv_channels": 3}):
         sizes = {"recurrent_layers": (0,), "attention_layers": (1,), "ple_layers": (0,), "conv_channels": 4} | change
         with pytest.raises(ConfigError):
-            ReferenceModel("qsa-ple-gdn", row_dim=4, indexer_dim=4, state_shape=(1, 2, 2), **sizes)  # type: ignore[arg-type]
+            ReferenceModel(shape="qsa-ple-gdn", row_dim=4, indexer_dim=4, state_shape=(1, 2, 2), **sizes)  # type: ignore[arg-type]
 
 
 # -- the output sees everything

@@ -64,7 +64,7 @@ class ReferenceEngine(ComputingEngine):
         self.model = reference_model(model) if isinstance(model, str) else model
         self.device = device or NumpyDevice()
         layout = self.model.layout()
-        self.geometry = layout.geometry(block_tokens or self.model.block_tokens)
+        self.geometry = layout.geometry(self.model.block_tokens if block_tokens is None else block_tokens)
         self.identity = Identity(
             weights_digest=tagged_hash("reference model", repr(self.model).encode(), str(seed).encode()),
             engine="reference",

@@ -61,7 +61,7 @@ _CONV_NAME = "conv"
 _CONV_KERNEL = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
     """Layers and sizes of one model; these numbers and a seed fix all weights."""
 
@@ -134,21 +134,76 @@ class ReferenceModel:
 
 MODELS: Mapping[str, ReferenceModel] = {
     # 48 and 42 bytes a token: traces of many million tokens fit into memory and minutes
-    "qsa-ple-gdn:tiny": ReferenceModel("qsa-ple-gdn", (0, 2), (1, 3), 4, 4, (2, 8, 8), 4, ple_layers=(0,)),
-    "mla-dsa-kda:tiny": ReferenceModel("mla-dsa-kda", (0, 2), (1, 3), 6, 2, (2, 4, 16), 4),
+    "qsa-ple-gdn:tiny": ReferenceModel(
+        shape="qsa-ple-gdn",
+        recurrent_layers=(0, 2),
+        attention_layers=(1, 3),
+        ple_layers=(0,),
+        row_dim=4,
+        indexer_dim=4,
+        state_shape=(2, 8, 8),
+        conv_channels=4,
+    ),
+    "mla-dsa-kda:tiny": ReferenceModel(
+        shape="mla-dsa-kda",
+        recurrent_layers=(0, 2),
+        attention_layers=(1, 3),
+        row_dim=6,
+        indexer_dim=2,
+        state_shape=(2, 4, 16),
+        conv_channels=4,
+    ),
     # short blocks, odd sizes, an EOS now and then: tests
     "qsa-ple-gdn:small": ReferenceModel(
-        "qsa-ple-gdn", (0, 1, 3), (2, 4), 6, 8, (2, 4, 6), 6, 2, (0, 3), ple_heads=2, vocabulary=257, block_tokens=16
+        shape="qsa-ple-gdn",
+        recurrent_layers=(0, 1, 3),
+        attention_layers=(2, 4),
+        ple_layers=(0, 3),
+        row_dim=6,
+        kv_heads=2,
+        indexer_dim=8,
+        state_shape=(2, 4, 6),
+        conv_channels=6,
+        ple_heads=2,
+        vocabulary=257,
+        block_tokens=16,
     ),
     "mla-dsa-kda:small": ReferenceModel(
-        "mla-dsa-kda", (0, 1, 3), (2, 4), 10, 3, (3, 4, 2), 6, vocabulary=257, block_tokens=16
+        shape="mla-dsa-kda",
+        recurrent_layers=(0, 1, 3),
+        attention_layers=(2, 4),
+        row_dim=10,
+        indexer_dim=3,
+        state_shape=(3, 4, 2),
+        conv_channels=6,
+        vocabulary=257,
+        block_tokens=16,
     ),
     # 4,608 and 3,330 bytes a token: block frames of 2.3 and 1.6 MiB, as real models have
     "qsa-ple-gdn:large": ReferenceModel(
-        "qsa-ple-gdn", (0, 1, 2, 4, 5, 6), (3, 7), 256, 128, (8, 64, 64), 256, 2, (0, 4), 256, 64, 8, 248_320
+        shape="qsa-ple-gdn",
+        recurrent_layers=(0, 1, 2, 4, 5, 6),
+        attention_layers=(3, 7),
+        ple_layers=(0, 4),
+        row_dim=256,
+        kv_heads=2,
+        indexer_dim=128,
+        state_shape=(8, 64, 64),
+        conv_channels=256,
+        ple_channels=256,
+        ple_heads=8,
+        ple_row_dim=64,
+        vocabulary=248_320,
     ),
     "mla-dsa-kda:large": ReferenceModel(
-        "mla-dsa-kda", (0, 1, 2, 4, 5, 6), (3, 7), 576, 128, (4, 32, 256), 256, vocabulary=154_880
+        shape="mla-dsa-kda",
+        recurrent_layers=(0, 1, 2, 4, 5, 6),
+        attention_layers=(3, 7),
+        row_dim=576,
+        indexer_dim=128,
+        state_shape=(4, 32, 256),
+        conv_channels=256,
+        vocabulary=154_880,
     ),
 }
 """Models by name: shape and size."""
