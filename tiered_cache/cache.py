@@ -12,6 +12,7 @@ What is on its way into a tier is claimed in the index, so that no one drops the
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -58,6 +59,7 @@ Bytes = npt.NDArray[np.uint8]
 HostArray = npt.NDArray[np.generic]
 Clock = Callable[[], float]
 
+_DESCRIPTOR_PATH = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})/descriptor")
 DESCRIPTOR_VERSION = 1
 DESCRIPTOR_BYTES_MAX = 16 << 20
 RUNNING_MAX = 1 << 14
@@ -341,6 +343,8 @@ class TieredCache:
                 pin = None if pin_s is None else self._pin([found.prefix], None, now_s + pin_s)
                 hit = self._hit(self._index.support(chain, found.tokens), found.tokens, pin)
             self._counters["hits" if hit else f"misses.{found.reason}"] += 1
+            if hit:
+                self._counters[f"hits.{hit.tier}"] += 1
             return LookUp(hit, found.reason, tuple(sorted(set().union(*take_at))), number)
 
     def _hit(self, located: Sequence[Located], tokens: int, pin: int | None) -> Hit:
@@ -841,7 +845,7 @@ class TieredCache:
                 continue
             keys: list[tuple[FrameKey, int]] = []
             for entry in tier.list():
-                namespace = _descriptor_namespace(entry.path)
+                namespace = descriptor_namespace(entry.path)
                 if namespace is not None:
                     self._recover_descriptor(slot, entry.path, namespace)
                     continue
@@ -869,7 +873,7 @@ class TieredCache:
         try:
             if not isinstance(answer, memoryview):
                 raise answer
-            identity_digest, document, geometry = _read_descriptor(bytes(answer), namespace)
+            identity_digest, document, geometry = read_descriptor(bytes(answer), namespace)
             self._add_namespace(namespace, identity_digest, geometry, document)
         except TieredCacheError:
             self._count(f"recovered.{slot.tier.name}.bad_descriptor")
@@ -903,9 +907,10 @@ def _descriptor_path(namespace: bytes) -> str:
     return f"{namespace.hex()}/descriptor"
 
 
-def _descriptor_namespace(path: str) -> bytes | None:
-    folder, _, name = path.partition("/")
-    return bytes.fromhex(folder) if name == "descriptor" and len(folder) == 2 * DIGEST_BYTES else None
+def descriptor_namespace(path: str) -> bytes | None:
+    """The namespace whose descriptor a tier keeps under this path; None if it is another entry's."""
+    match = _DESCRIPTOR_PATH.fullmatch(path)
+    return bytes.fromhex(match[1]) if match else None
 
 
 def _descriptor(identity_digest: bytes, document: Mapping[str, object], geometry: Geometry) -> bytes:
@@ -915,8 +920,11 @@ def _descriptor(identity_digest: bytes, document: Mapping[str, object], geometry
     return tagged_hash("descriptor", packed) + packed
 
 
-def _read_descriptor(body: bytes, namespace: bytes) -> tuple[bytes, dict[str, object], Geometry]:
-    """Identity digest, identity fields, geometry. Raises `FrameError` and others unless they make this namespace."""
+def read_descriptor(body: bytes, namespace: bytes) -> tuple[bytes, dict[str, object], Geometry]:
+    """Identity digest, identity fields and geometry of a stored descriptor, checked in full.
+
+    Raises `FrameError`, `GeometryError`, and `IdentityError` unless they make this namespace.
+    """
     if tagged_hash("descriptor", body[DIGEST_BYTES:]) != body[:DIGEST_BYTES]:
         raise ChecksumError("the descriptor's checksum does not hold")
     try:
