@@ -113,6 +113,11 @@ class Engine(ABC):
 class ComputingEngine(Engine):
     """An engine that this process can run: for replays, tests and examples."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Token ids lie below this."""
+
     @abstractmethod
     def start(self, reservation: int) -> int:
         """An empty sequence in reserved room; returns its handle."""

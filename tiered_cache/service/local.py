@@ -5,6 +5,7 @@ For tests, for tools, and for replays without Ray.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,28 @@ class WorkerPort(Protocol):
     def release(self, source: SequenceRef, *, deadline_s: float) -> None: ...
 
 
+class Worker(OwnerPort, WorkerPort, Protocol):
+    """An owner that computes: a `SequenceOwner`, or what forwards to one."""
+
+
+class WorkerFactory(Protocol):
+    """Makes a worker. A class will do, such as that of an actor of one's own.
+
+    `tiering` finds a node's tiering service; the worker must be called `name`, and be on `node`.
+    """
+
+    def __call__(
+        self, name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings
+    ) -> Worker: ...
+
+
+def reference_worker(
+    name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings
+) -> SequenceOwner:
+    """A worker with the engine that the settings name."""
+    return SequenceOwner(build_engine(settings), name=name, node=node, tiering=tiering)
+
+
 class RouterPort(Protocol):
     """What a driver asks of a router."""
 
@@ -75,6 +98,9 @@ class Cluster(Protocol):
     def counters(self) -> dict[str, int]:
         """Sums of all counters, by who counted: `router.misses.evicted`, `cache.frames.host.put`."""
 
+    def peak_rss_bytes(self) -> int:
+        """The most resident memory that its processes have had, the caller's among them, added up."""
+
     def close(self) -> None: ...
 
 
@@ -84,31 +110,33 @@ class LocalCluster:
     NODE = "local"
 
     def __init__(
-        self, settings: ClusterSettings, *, router: RouterSettings | None = None, clock: Clock = time.monotonic
+        self,
+        settings: ClusterSettings,
+        worker: WorkerFactory = reference_worker,
+        *,
+        router: RouterSettings | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
         self.cache = build_cache(settings.tiers, self._executor, clock=clock)
         self.tiering = TieringService(self.cache, node=self.NODE, owners=lambda name: self.workers[name], clock=clock)
         self.tierings = {self.NODE: self.tiering}
-        self.workers = {
-            name: SequenceOwner(
-                build_engine(settings.worker),
-                name=name,
-                node=self.NODE,
-                tiering=lambda node: self.tierings[node],
-                clock=clock,
-            )
+        self.workers: dict[str, Worker] = {
+            name: worker(name, self.NODE, self.tierings.__getitem__, settings.worker)
             for name in (f"worker-{number}" for number in range(settings.workers))
         }
-        engine = next(iter(self.workers.values())).engine
-        self.identity, self.geometry = engine.identity, engine.geometry
+        self.identity, self.geometry = self.workers["worker-0"].describe(deadline_s=START_S)
         self.namespace = self.cache.register(self.identity, self.geometry)
-        self.router = RestoreRouter(self.workers, self.tierings, self._executor, settings=router, clock=clock)
+        self.router = RestoreRouter(self.workers, self.tierings, InlineExecutor(), settings=router, clock=clock)
 
     def counters(self) -> dict[str, int]:
         """Sums of all counters, by who counted."""
         named = (("router", self.router.counters()), ("cache", self.cache.counters()))
         return {f"{who}.{what}": count for who, counts in named for what, count in sorted(counts.items())}
+
+    def peak_rss_bytes(self) -> int:
+        """Of this process, which holds everything."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
         """Let go of the tiers; what they hold stays where it is durable."""
