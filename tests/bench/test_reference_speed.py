@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from tiered_cache.engines.base import FrameName
 from tiered_cache.engines.reference import ReferenceEngine
-from tiered_cache.testing.engine_suite import empty_frame, export, frames_needed, restore
+from tiered_cache.testing.engine_suite import empty_frame, export, frames_needed, random_prompt, restore
 
 PROMPT_TOKENS = 12_000
 
@@ -32,7 +31,7 @@ def best_ms(work: Callable[[], object], rounds: int = 15) -> float:
 @pytest.mark.parametrize("name", ["qsa-ple-gdn:tiny", "mla-dsa-kda:tiny"])
 def test_a_prompt_of_twelve_thousand_tokens(name: str) -> None:
     engine = ReferenceEngine(name)
-    prompt = np.random.default_rng(0).integers(0, engine.vocabulary, PROMPT_TOKENS, dtype=np.uint32)
+    prompt = random_prompt(engine, PROMPT_TOKENS)
     room = PROMPT_TOKENS + 100
 
     def compute() -> int:

@@ -8,7 +8,6 @@ from tiered_cache.testing.engine_suite import EngineTests
 
 
 class TestQsaPleGdn(EngineTests):
-    vocabulary = 257
     staging_slots = 8
 
     def make_engine(self) -> ComputingEngine:
@@ -16,7 +15,6 @@ class TestQsaPleGdn(EngineTests):
 
 
 class TestMlaDsaKda(EngineTests):
-    vocabulary = 257
     staging_slots = 8
 
     def make_engine(self) -> ComputingEngine:
@@ -26,7 +24,6 @@ class TestMlaDsaKda(EngineTests):
 class TestBlocksThatArePages(EngineTests):
     """Pages as long as blocks, blocks that are no power of two, other weights."""
 
-    vocabulary = 257
     staging_slots = 3
 
     def make_engine(self) -> ComputingEngine:
@@ -38,7 +35,6 @@ class TestBlocksThatArePages(EngineTests):
 class TestBlocksOfOneToken(EngineTests):
     """Every token count is a block's end."""
 
-    vocabulary = 257
     staging_slots = 3
 
     def make_engine(self) -> ComputingEngine:

@@ -19,7 +19,7 @@ from tiered_cache.errors import CapacityError, ConfigError, DraftError, Position
 from tiered_cache.geometry import PartKind
 from tiered_cache.identity import CHECKPOINT, Tokens, namespace_of
 from tiered_cache.states import bfloat16
-from tiered_cache.testing.engine_suite import Frames, export, frames_needed, restore, same_bits
+from tiered_cache.testing.engine_suite import Frames, export, frames_needed, random_prompt, restore, same_bits
 
 SMALL = ("qsa-ple-gdn:small", "mla-dsa-kda:small")
 EOS = 2
@@ -27,10 +27,6 @@ EOS = 2
 
 def make_engine(name: str = SMALL[0], **options: int) -> ReferenceEngine:
     return ReferenceEngine(name, **({"capacity_bytes": 4 << 20} | options))  # type: ignore[arg-type]
-
-
-def make_prompt(engine: ReferenceEngine, count: int, seed: int = 0) -> Tokens:
-    return np.random.default_rng(seed).integers(0, engine.vocabulary, count, dtype=np.uint32)
 
 
 def run(engine: ReferenceEngine, *pieces: Tokens, room: int = 0) -> int:
@@ -88,7 +84,7 @@ def test_any_cut_of_a_prompt_gives_the_same_bits(name: str, data: st.DataObject)
 @pytest.mark.parametrize("name", ["qsa-ple-gdn:tiny", "mla-dsa-kda:tiny"])
 def test_steps_longer_than_the_longest_are_cut_exactly(name: str) -> None:
     engine = make_engine(name)
-    tokens = make_prompt(engine, 2 * STEP_TOKENS_MAX + 5)
+    tokens = random_prompt(engine, 2 * STEP_TOKENS_MAX + 5)
     expected = mark(engine, run(engine, tokens))
     for cut in (1, STEP_TOKENS_MAX - 1, STEP_TOKENS_MAX, STEP_TOKENS_MAX + 1):
         sequence = run(engine, tokens[:cut], tokens[cut:])
@@ -99,7 +95,7 @@ def test_steps_longer_than_the_longest_are_cut_exactly(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_every_row_depends_on_the_first_token(name: str) -> None:
     engine = make_engine(name)
-    tokens = make_prompt(engine, 32)
+    tokens = random_prompt(engine, 32)
     changed = tokens.copy()
     changed[0] ^= 1
     one, other = (all_frames(engine, run(engine, prompt)) for prompt in (tokens, changed))
@@ -116,7 +112,7 @@ def test_every_row_depends_on_the_first_token(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_what_looks_like_floats_is_finite(name: str) -> None:
     engine = make_engine(name)
-    for frame in all_frames(engine, run(engine, make_prompt(engine, 48))).values():
+    for frame in all_frames(engine, run(engine, random_prompt(engine, 48))).values():
         for part, array in frame.items():
             values = array
             if array.dtype == np.uint16:
@@ -127,7 +123,7 @@ def test_what_looks_like_floats_is_finite(name: str) -> None:
 def test_another_seed_is_another_model_and_another_tenant_is_not() -> None:
     engine, reseeded = make_engine(), make_engine(seed=1)
     salted = ReferenceEngine(SMALL[0], tenant_salt=b"tenant", capacity_bytes=4 << 20)
-    tokens = make_prompt(engine, 20)
+    tokens = random_prompt(engine, 20)
     outputs = [mark(e, run(e, tokens)) for e in (engine, reseeded, salted)]
     assert outputs[0].output != outputs[1].output
     assert outputs[0] == outputs[2]
@@ -167,7 +163,7 @@ def test_any_flipped_byte_of_any_frame_shows_or_is_refused(name: str) -> None:
     """Every byte of two blocks and the checkpoint behind them, one after the other."""
     engine = make_engine(name, block_tokens=4)
     tokens = 9
-    sequence = run(engine, make_prompt(engine, tokens))
+    sequence = run(engine, random_prompt(engine, tokens))
     right = mark(engine, sequence)
     frames = all_frames(engine, sequence)
     outputs = {right.output}
@@ -195,7 +191,7 @@ def test_any_flipped_byte_of_any_frame_shows_or_is_refused(name: str) -> None:
 
 def test_block_keys_that_were_not_pooled_right_show() -> None:
     engine = make_engine()
-    sequence = run(engine, make_prompt(engine, 20))
+    sequence = run(engine, random_prompt(engine, 20))
     before = engine.output(sequence)
     qsa = engine._held(sequence).state.states.qsa
     assert qsa is not None
@@ -206,9 +202,9 @@ def test_block_keys_that_were_not_pooled_right_show() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_wrong_carry_of_any_layer_spoils_the_rows_after_it(name: str) -> None:
     engine = make_engine(name)
-    sequence = run(engine, make_prompt(engine, 16), room=32)
+    sequence = run(engine, random_prompt(engine, 16), room=32)
     frames = all_frames(engine, sequence)
-    further = make_prompt(engine, 16, seed=1)
+    further = random_prompt(engine, 16, seed=1)
     engine.extend(sequence, further)
     rows = FrameName("rows", 32)
     right = export(engine, sequence, [rows])[rows]
@@ -226,7 +222,7 @@ def test_a_wrong_carry_of_any_layer_spoils_the_rows_after_it(name: str) -> None:
 
 def test_block_frames_can_be_exported_while_the_sequence_runs_on() -> None:
     engine = make_engine()
-    sequence = run(engine, make_prompt(engine, 64), room=8000)
+    sequence = run(engine, random_prompt(engine, 64), room=8000)
     names = frames_needed(engine.geometry, 64)[:-1]
     before = export(engine, sequence, names)
     with ThreadPoolExecutor(1) as executor:
@@ -246,13 +242,13 @@ def test_block_frames_can_be_exported_while_the_sequence_runs_on() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_another_worker_goes_on_generating_the_same_tokens(name: str) -> None:
     here, there = make_engine(name), make_engine(name)
-    sequence = run(here, make_prompt(here, 21), room=80)
+    sequence = run(here, random_prompt(here, 21), room=80)
     begun = here.generate(sequence, 5)
     restored = restore(there, all_frames(here, sequence), 26, 80)
     rest = here.generate(sequence, 40)
     assert there.generate(restored, 40).tolist() == rest.tolist()
     assert len(set(rest.tolist())) > 20
-    whole = run(here, np.concatenate((make_prompt(here, 21), begun, rest)))
+    whole = run(here, np.concatenate((random_prompt(here, 21), begun, rest)))
     assert mark(here, whole) == mark(there, restored)
 
 
@@ -260,7 +256,7 @@ def test_another_worker_goes_on_generating_the_same_tokens(name: str) -> None:
 @pytest.mark.parametrize("wrong_at", [0, 2, 6])
 def test_a_draft_leaves_what_decoding_would_have(name: str, wrong_at: int) -> None:
     engine = make_engine(name)
-    prompt = make_prompt(engine, 30)
+    prompt = random_prompt(engine, 30)
     plain = run(engine, prompt, room=60)
     proposal = engine.generate(plain, 6)
     if wrong_at < 6:
@@ -281,16 +277,16 @@ def test_a_draft_leaves_what_decoding_would_have(name: str, wrong_at: int) -> No
 
 def test_an_open_draft_is_not_exported_staged_or_built_upon() -> None:
     engine = make_engine()
-    sequence = run(engine, make_prompt(engine, 30), room=60)
+    sequence = run(engine, random_prompt(engine, 30), room=60)
     before = mark(engine, sequence)
-    engine.draft(sequence, make_prompt(engine, 4, seed=1))
+    engine.draft(sequence, random_prompt(engine, 4, seed=1))
     drafted = mark(engine, sequence)
     for refused in (
         lambda: engine.stage(sequence),
         lambda: export(engine, sequence, [FrameName(CHECKPOINT, 30)]),
         lambda: export(engine, sequence, [FrameName("rows", 32)]),
-        lambda: engine.extend(sequence, make_prompt(engine, 1)),
-        lambda: engine.draft(sequence, make_prompt(engine, 1)),
+        lambda: engine.extend(sequence, random_prompt(engine, 1)),
+        lambda: engine.draft(sequence, random_prompt(engine, 1)),
         lambda: engine.generate(sequence, 1),
     ):
         with pytest.raises(DraftError):
@@ -307,7 +303,7 @@ def test_an_open_draft_is_not_exported_staged_or_built_upon() -> None:
 
 def test_foreign_tokens_are_refused_before_anything_is_computed() -> None:
     engine = make_engine()
-    sequence = run(engine, make_prompt(engine, 5), room=20)
+    sequence = run(engine, random_prompt(engine, 5), room=20)
     before = mark(engine, sequence)
     with pytest.raises(TokenError, match="257"):
         engine.extend(sequence, np.array([1, 2, 257], dtype=np.uint32))
@@ -319,14 +315,14 @@ def test_foreign_tokens_are_refused_before_anything_is_computed() -> None:
 def test_a_step_that_dies_half_way_is_never_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     free = engine.bytes_free()
-    sequence = run(engine, make_prompt(engine, 20), room=40)
+    sequence = run(engine, random_prompt(engine, 20), room=40)
 
     def die(*_: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("tiered_cache.engines.reference_model._AttentionLayer.step", die)
     with pytest.raises(MemoryError):
-        engine.extend(sequence, make_prompt(engine, 4))
+        engine.extend(sequence, random_prompt(engine, 4))
     for refused in (lambda: engine.stage(sequence), lambda: export(engine, sequence, [FrameName(CHECKPOINT, 20)])):
         with pytest.raises(DraftError):
             refused()
@@ -354,7 +350,7 @@ def test_room_that_is_free_can_be_reserved(name: str, tokens: int) -> None:
     with pytest.raises(CapacityError, match=str(engine.sequence_bytes(tokens))):
         engine.reserve(tokens)
     for sequence in sequences:
-        engine.extend(sequence, make_prompt(engine, tokens))
+        engine.extend(sequence, random_prompt(engine, tokens))
     assert engine.bytes_free() == engine.capacity_bytes - fits * engine.sequence_bytes(tokens)
 
 
@@ -373,7 +369,7 @@ def test_a_refused_restoration_leaves_the_reservation() -> None:
 def test_expected_states_are_remembered_and_computed_where_they_are_not() -> None:
     engine = make_engine()
     expected = ExpectedStates(make_engine(), entries_max=2)
-    prompts = [make_prompt(engine, 20, seed) for seed in range(3)]
+    prompts = [random_prompt(engine, 20, seed) for seed in range(3)]
     states = [ExpectedState(*mark(engine, run(engine, prompt))[1:]) for prompt in prompts]
     assert expected.remember(b"0", states[0])
     assert expected.remember(b"0", states[0])
@@ -395,9 +391,9 @@ def test_computing_an_expected_state_leaves_no_room_taken() -> None:
     engine = make_engine(capacity_bytes=1 << 16)
     expected = ExpectedStates(engine)
     free = engine.bytes_free()
-    expected.recompute(make_prompt(engine, 20))
+    expected.recompute(random_prompt(engine, 20))
     with pytest.raises(CapacityError):
-        expected.expect(b"long", make_prompt(engine, 20_000))
+        expected.expect(b"long", random_prompt(engine, 20_000))
     with pytest.raises(TokenError):
         expected.expect(b"foreign", np.array([999], dtype=np.uint32))
     assert engine.bytes_free() == free

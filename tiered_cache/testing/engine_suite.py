@@ -1,7 +1,6 @@
 """The promises every engine keeps, as a test class to inherit from.
 
     class TestMyEngine(EngineTests):
-        vocabulary = 32_000
         staging_slots = 4
 
         def make_engine(self):
@@ -74,6 +73,11 @@ def restore(engine: ComputingEngine, frames: Mapping[FrameName, Frame], tokens: 
         raise
 
 
+def random_prompt(engine: ComputingEngine, tokens: int, seed: int = 0) -> Tokens:
+    """Token ids of the engine's vocabulary, shape [tokens]; the same for the same seed."""
+    return np.random.default_rng(seed).integers(0, engine.vocabulary, tokens, dtype=np.uint32)
+
+
 def same_bits(one: Frames, other: Frames) -> bool:
     """Whether two sets of frames are equal, bit for bit."""
     return one.keys() == other.keys() and all(
@@ -86,8 +90,6 @@ def same_bits(one: Frames, other: Frames) -> bool:
 class EngineTests(ABC):
     """Subclass, give `make_engine`, and pytest runs every check."""
 
-    vocabulary: ClassVar[int] = 256
-    """Token ids below this are legal."""
     staging_slots: ClassVar[int] = 8
     """How many checkpoints the engine can hold staged; 3 or more."""
     chunking_is_exact: ClassVar[bool] = True
@@ -96,9 +98,6 @@ class EngineTests(ABC):
     @abstractmethod
     def make_engine(self) -> ComputingEngine:
         """A new worker, with room for a dozen sequences of six blocks; all have one identity and geometry."""
-
-    def prompt(self, count: int, seed: int = 0) -> Tokens:
-        return np.random.default_rng(seed).integers(0, self.vocabulary, count, dtype=np.uint32)
 
     def run(self, engine: ComputingEngine, tokens: Tokens, room: int = 0, cuts: Sequence[int] = ()) -> int:
         """A sequence that has computed `tokens`, in pieces where `cuts` are given."""
@@ -109,7 +108,7 @@ class EngineTests(ABC):
 
     def mark(self, engine: ComputingEngine, sequence: int) -> tuple[int, str, int, int]:
         """All that an engine tells of a state."""
-        assert engine.next_token(sequence) < self.vocabulary
+        assert engine.next_token(sequence) < engine.vocabulary
         return (
             engine.tokens(sequence),
             engine.digest(sequence),
@@ -123,22 +122,22 @@ class EngineTests(ABC):
         one, other = self.make_engine(), self.make_engine()
         one.identity.check(other.identity)
         one.geometry.check(other.geometry)
-        prompt = self.prompt(2 * one.geometry.block_tokens + 1)
+        prompt = random_prompt(one, 2 * one.geometry.block_tokens + 1)
         assert self.mark(one, self.run(one, prompt)) == self.mark(other, self.run(other, prompt))
 
     def test_looking_changes_nothing(self) -> None:
         engine = self.make_engine()
-        sequence = self.run(engine, self.prompt(engine.geometry.block_tokens + 1))
+        sequence = self.run(engine, random_prompt(engine, engine.geometry.block_tokens + 1))
         assert self.mark(engine, sequence) == self.mark(engine, sequence)
 
     def test_every_token_of_the_prefix_counts(self) -> None:
         engine = self.make_engine()
-        prompt = self.prompt(2 * engine.geometry.block_tokens + 2)
+        prompt = random_prompt(engine, 2 * engine.geometry.block_tokens + 2)
         outputs = {engine.output(self.run(engine, prompt))}
         positions = {0, 1, engine.geometry.block_tokens, len(prompt) - 1}
         for position in positions:
             changed = prompt.copy()
-            changed[position] = (changed[position] + 1) % self.vocabulary
+            changed[position] = (changed[position] + 1) % engine.vocabulary
             outputs.add(engine.output(self.run(engine, changed)))
         assert len(outputs) == 1 + len(positions)
 
@@ -148,7 +147,7 @@ class EngineTests(ABC):
         engine = self.make_engine()
         rng = np.random.default_rng(1)
         size = engine.geometry.block_tokens
-        prompt = self.prompt(3 * size + 2)
+        prompt = random_prompt(engine, 3 * size + 2)
         whole = self.mark(engine, self.run(engine, prompt))
         for pieces in (2, 5, len(prompt)):
             cuts = np.sort(rng.integers(0, len(prompt) + 1, pieces - 1))
@@ -162,13 +161,13 @@ class EngineTests(ABC):
         size = here.geometry.block_tokens
         tokens = max(1, blocks * size + more)
         room = tokens + 2 * size + 1
-        sequence = self.run(here, self.prompt(tokens), room)
+        sequence = self.run(here, random_prompt(here, tokens), room)
         frames = export(here, sequence, frames_needed(here.geometry, tokens))
         restored = restore(there, frames, tokens, room)
         there.load_sampler_state(restored, here.sampler_state(sequence))
         assert self.mark(there, restored) == self.mark(here, sequence)
         for count in (1, size, 1, size - 1):
-            further = self.prompt(count, seed=count)
+            further = random_prompt(here, count, seed=count)
             here.extend(sequence, further)
             there.extend(restored, further)
             assert self.mark(there, restored) == self.mark(here, sequence)
@@ -178,7 +177,7 @@ class EngineTests(ABC):
     def test_frames_come_in_any_order_and_their_arrays_are_free_at_once(self) -> None:
         engine = self.make_engine()
         tokens = 3 * engine.geometry.block_tokens + 1
-        sequence = self.run(engine, self.prompt(tokens))
+        sequence = self.run(engine, random_prompt(engine, tokens))
         names = frames_needed(engine.geometry, tokens)
         restoration = engine.restoration(engine.reserve(tokens), tokens)
         for name in np.random.default_rng(2).permutation(len(names)):
@@ -191,7 +190,7 @@ class EngineTests(ABC):
     def test_exporting_changes_nothing_and_rows_stay_what_they_were(self) -> None:
         engine = self.make_engine()
         size = engine.geometry.block_tokens
-        prompt = self.prompt(3 * size + 1)
+        prompt = random_prompt(engine, 3 * size + 1)
         sequence = self.run(engine, prompt[:size], len(prompt))
         before = self.mark(engine, sequence)
         blocks = [name for name in frames_needed(engine.geometry, size) if name.group != CHECKPOINT]
@@ -205,7 +204,7 @@ class EngineTests(ABC):
         engine = self.make_engine()
         size = engine.geometry.block_tokens
         tokens = 2 * size + 1
-        sequence = self.run(engine, self.prompt(tokens))
+        sequence = self.run(engine, random_prompt(engine, tokens))
         before = self.mark(engine, sequence)
         group = engine.geometry.block_groups[0].name
         impossible = [FrameName(group, 3 * size), FrameName("nowhere", size), FrameName(CHECKPOINT, tokens + 1)]
@@ -221,7 +220,7 @@ class EngineTests(ABC):
     def test_places_of_another_form_are_refused(self) -> None:
         engine = self.make_engine()
         tokens = engine.geometry.block_tokens + 1
-        sequence = self.run(engine, self.prompt(tokens))
+        sequence = self.run(engine, random_prompt(engine, tokens))
         before = self.mark(engine, sequence)
         for name in frames_needed(engine.geometry, tokens):
             for frame in _deformed(empty_frame(engine.geometry, name)):
@@ -234,7 +233,7 @@ class EngineTests(ABC):
     def test_a_staged_checkpoint_stays_what_it_was(self) -> None:
         engine = self.make_engine()
         size = engine.geometry.block_tokens
-        prompt = self.prompt(4 * size)
+        prompt = random_prompt(engine, 4 * size)
         sequence = engine.start(engine.reserve(len(prompt)))
         taken: dict[int, Frames] = {}
         marks = {}
@@ -251,7 +250,7 @@ class EngineTests(ABC):
 
     def test_staging_slots_are_bounded_and_come_back(self) -> None:
         engine = self.make_engine()
-        prompt = self.prompt(self.staging_slots + 1)
+        prompt = random_prompt(engine, self.staging_slots + 1)
         one = engine.start(engine.reserve(len(prompt)))
         for index in range(self.staging_slots):
             engine.extend(one, prompt[index : index + 1])
@@ -272,7 +271,7 @@ class EngineTests(ABC):
     def test_a_missing_frame_is_refused_at_the_commit(self) -> None:
         engine = self.make_engine()
         tokens = 2 * engine.geometry.block_tokens + 1
-        sequence = self.run(engine, self.prompt(tokens))
+        sequence = self.run(engine, random_prompt(engine, tokens))
         frames = export(engine, sequence, frames_needed(engine.geometry, tokens))
         for missing in frames:
             self.refuses(engine, {n: f for n, f in frames.items() if n != missing}, tokens)
@@ -280,7 +279,7 @@ class EngineTests(ABC):
     def test_arrays_of_another_form_are_refused(self) -> None:
         engine = self.make_engine()
         tokens = engine.geometry.block_tokens + 1
-        frames = export(engine, self.run(engine, self.prompt(tokens)), frames_needed(engine.geometry, tokens))
+        frames = export(engine, self.run(engine, random_prompt(engine, tokens)), frames_needed(engine.geometry, tokens))
         for name, frame in frames.items():
             for deformed in _deformed(frame):
                 self.refuses(engine, {**frames, name: deformed}, tokens)
@@ -289,15 +288,15 @@ class EngineTests(ABC):
         engine = self.make_engine()
         size = engine.geometry.block_tokens
         tokens = size + 1
-        sequence = self.run(engine, self.prompt(tokens), 3 * size)
+        sequence = self.run(engine, random_prompt(engine, tokens), 3 * size)
         frames = export(engine, sequence, frames_needed(engine.geometry, tokens))
-        engine.extend(sequence, self.prompt(3 * size - tokens))
+        engine.extend(sequence, random_prompt(engine, 3 * size - tokens))
         self.refuses(engine, frames | export(engine, sequence, frames_needed(engine.geometry, 3 * size)), tokens)
 
     def test_a_frame_that_comes_twice_is_refused(self) -> None:
         engine = self.make_engine()
         tokens = engine.geometry.block_tokens
-        frames = export(engine, self.run(engine, self.prompt(tokens)), frames_needed(engine.geometry, tokens))
+        frames = export(engine, self.run(engine, random_prompt(engine, tokens)), frames_needed(engine.geometry, tokens))
         name, frame = next(iter(frames.items()))
         reservation = engine.reserve(tokens)
         restoration = engine.restoration(reservation, tokens)
@@ -309,7 +308,7 @@ class EngineTests(ABC):
 
     def refuses(self, engine: ComputingEngine, frames: Frames, tokens: int) -> None:
         """The frames are refused, and afterwards room and other sequences are as they were."""
-        bystander = self.run(engine, self.prompt(engine.geometry.block_tokens + 1, seed=9))
+        bystander = self.run(engine, random_prompt(engine, engine.geometry.block_tokens + 1, seed=9))
         mark, free = self.mark(engine, bystander), engine.bytes_free()
         with pytest.raises((StateError, GeometryError)):
             restore(engine, frames, tokens, tokens)
@@ -320,7 +319,7 @@ class EngineTests(ABC):
     def test_an_aborted_restoration_leaves_nothing(self) -> None:
         engine = self.make_engine()
         tokens = engine.geometry.block_tokens + 1
-        frames = export(engine, self.run(engine, self.prompt(tokens)), frames_needed(engine.geometry, tokens))
+        frames = export(engine, self.run(engine, random_prompt(engine, tokens)), frames_needed(engine.geometry, tokens))
         name, frame = next(iter(frames.items()))
         free = engine.bytes_free()
         for puts in (0, 1):
@@ -341,7 +340,7 @@ class EngineTests(ABC):
     def test_an_abort_after_the_commit_does_nothing(self) -> None:
         engine = self.make_engine()
         tokens = engine.geometry.block_tokens
-        sequence = self.run(engine, self.prompt(tokens))
+        sequence = self.run(engine, random_prompt(engine, tokens))
         frames = export(engine, sequence, frames_needed(engine.geometry, tokens))
         reservation = engine.reserve(tokens)
         restoration = engine.restoration(reservation, tokens)
@@ -362,8 +361,10 @@ class EngineTests(ABC):
         engine = self.make_engine()
         tokens = blocks * engine.geometry.block_tokens + more
         names = frames_needed(engine.geometry, tokens)
-        sequence = self.run(engine, self.prompt(tokens))
-        right, foreign = (export(engine, s, names) for s in (sequence, self.run(engine, self.prompt(tokens, seed=1))))
+        sequence = self.run(engine, random_prompt(engine, tokens))
+        right, foreign = (
+            export(engine, s, names) for s in (sequence, self.run(engine, random_prompt(engine, tokens, seed=1)))
+        )
         _, digest, output, _ = self.mark(engine, sequence)
         for name in names:
             wrong = restore(engine, right | {name: foreign[name]}, tokens, tokens)
@@ -374,7 +375,7 @@ class EngineTests(ABC):
     def test_blocks_in_each_others_place_show(self) -> None:
         engine = self.make_engine()
         size = engine.geometry.block_tokens
-        sequence = self.run(engine, self.prompt(2 * size))
+        sequence = self.run(engine, random_prompt(engine, 2 * size))
         frames = export(engine, sequence, frames_needed(engine.geometry, 2 * size))
         first, second = (FrameName(engine.geometry.block_groups[0].name, n) for n in (size, 2 * size))
         if first not in frames:
@@ -387,7 +388,7 @@ class EngineTests(ABC):
     def test_any_flipped_byte_shows_or_is_refused(self) -> None:
         engine = self.make_engine()
         tokens = engine.geometry.block_tokens + 1
-        sequence = self.run(engine, self.prompt(tokens))
+        sequence = self.run(engine, random_prompt(engine, tokens))
         frames = export(engine, sequence, frames_needed(engine.geometry, tokens))
         arrays = [array.reshape(-1).view(np.uint8) for frame in frames.values() for array in frame.values()]
         rng = np.random.default_rng(3)
@@ -418,7 +419,7 @@ class EngineTests(ABC):
         taken = free - engine.bytes_free()
         assert taken >= engine.geometry.restore_bytes(size)
         sequence = engine.start(reservation)
-        engine.extend(sequence, self.prompt(size))
+        engine.extend(sequence, random_prompt(engine, size))
         engine.stage(sequence)
         assert engine.bytes_free() == free - taken
         second = engine.reserve(size)
@@ -449,10 +450,10 @@ class EngineTests(ABC):
     def test_a_sequence_does_not_outgrow_its_room(self) -> None:
         engine = self.make_engine()
         size = engine.geometry.block_tokens
-        sequence = self.run(engine, self.prompt(size + 1))
+        sequence = self.run(engine, random_prompt(engine, size + 1))
         before, free = self.mark(engine, sequence), engine.bytes_free()
         with pytest.raises(CapacityError):
-            engine.extend(sequence, self.prompt(16 * size + 1024))
+            engine.extend(sequence, random_prompt(engine, 16 * size + 1024))
         assert self.mark(engine, sequence) == before
         assert engine.bytes_free() == free
 
@@ -474,7 +475,7 @@ class EngineTests(ABC):
         assert engine.bytes_free() == free
         reservation = engine.reserve(4)
         sequence = engine.start(reservation)
-        engine.extend(sequence, self.prompt(4))
+        engine.extend(sequence, random_prompt(engine, 4))
         before = self.mark(engine, sequence)
         engine.cancel(reservation)
         assert self.mark(engine, sequence) == before
@@ -494,14 +495,14 @@ class EngineTests(ABC):
         for use in (engine.start, lambda number: engine.restoration(number, 1)):
             with pytest.raises(StateError):
                 use(reservation)
-        survivor = self.run(engine, self.prompt(4))
+        survivor = self.run(engine, random_prompt(engine, 4))
         assert survivor != sequence
 
     def calls_on(self, engine: ComputingEngine, sequence: int) -> list[Callable[[], object]]:
         """Everything that needs a live sequence."""
         return [
             lambda: engine.tokens(sequence),
-            lambda: engine.extend(sequence, self.prompt(1)),
+            lambda: engine.extend(sequence, random_prompt(engine, 1)),
             lambda: engine.stage(sequence),
             lambda: engine.export(sequence, [], []),
             lambda: engine.output(sequence),
@@ -513,11 +514,11 @@ class EngineTests(ABC):
         engine = self.make_engine()
         size = engine.geometry.block_tokens
         free = engine.bytes_free()
-        expected = self.mark(engine, self.run(engine, self.prompt(2 * size)))
+        expected = self.mark(engine, self.run(engine, random_prompt(engine, 2 * size)))
 
         def work(_: int) -> None:
             for _ in range(5):
-                sequence = self.run(engine, self.prompt(2 * size))
+                sequence = self.run(engine, random_prompt(engine, 2 * size))
                 frames = export(engine, sequence, frames_needed(engine.geometry, 2 * size))
                 engine.release(sequence)
                 restored = restore(engine, frames, 2 * size, 2 * size)
