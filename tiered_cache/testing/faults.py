@@ -47,8 +47,7 @@ class Fault(enum.Enum):
     CRASH_AFTER = "crash after"  # `SimulatedCrash`, and all was done
 
 
-_OF_ANSWERS = (Fault.ERROR, Fault.SHORT, Fault.FLIP)
-_OF_CALLS = (Fault.DELAY, Fault.CRASH_BEFORE, Fault.ERROR, Fault.FULL, Fault.LOST_ANSWER, Fault.CRASH_AFTER)
+_WRITE_BACK_RATE = 0.05
 
 
 class FaultyTier(Tier):
@@ -203,7 +202,7 @@ class FaultyDirectory(Directory):
         self.on_step = on_step
         self._die_at = 0
         self._half_done = False
-        self._dead = False
+        self.dead = False
         self._open_fds: set[int] = set()
         super().__init__(root)
 
@@ -231,13 +230,13 @@ class FaultyDirectory(Directory):
 
     def step(self, call: str, act: Callable[[], object], half: Callable[[], object]) -> object:
         """One call: `act`, unless it fails or the process dies."""
-        if self._dead:
+        if self.dead:
             raise SimulatedCrash(call)
         self.steps.append(call)
         if self.on_step is not None:
             self.on_step(len(self.steps), call)
         if len(self.steps) == self._die_at:
-            self._dead = True
+            self.dead = True
             if self._half_done:
                 half()
             raise SimulatedCrash(call)
@@ -248,7 +247,7 @@ class FaultyDirectory(Directory):
         return result
 
     def close_file(self, fd: int) -> None:
-        if not self._dead:
+        if not self.dead:
             super().close_file(fd)
             self._open_fds.discard(fd)
 
@@ -261,7 +260,7 @@ class FaultyDirectory(Directory):
         return written
 
     def close(self) -> None:
-        if not self._dead:
+        if not self.dead:
             super().close()
 
 
@@ -294,11 +293,13 @@ class Storage:
     """What of one directory is on stable storage: names once their directory was synced, bytes once their file was.
 
     Nothing else survives for certain, and nothing else is lost for certain: not a name that came or went since, not
-    the order of two changes, not the new bytes of a file, of which any beginning may have been written.
+    the order of two changes, not the new bytes of a file, of which any beginning may have been written. Now and then,
+    by `seed`, the system writes back a directory or a file of its own accord.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, seed: int = 0) -> None:
         self.root = root
+        self._random = random.Random(seed)  # noqa: S311 - nothing here is a secret
         self._names: dict[str, dict[str, int]] = {}
         self._bytes: dict[int, bytes] = {}
         self._pins: dict[int, int] = {}  # every file stays open, so that no inode is used for a second file
@@ -316,6 +317,13 @@ class Storage:
 
     def directory_synced(self, name: str) -> None:
         self._names[name] = _names_now(self.root / name)
+
+    def write_back_at_will(self) -> None:
+        if self._random.random() < _WRITE_BACK_RATE and self._pins:
+            inode = self._random.choice(sorted(self._pins))
+            self._bytes[inode] = _bytes_now(self._pins[inode])
+        if self._random.random() < _WRITE_BACK_RATE:
+            self.directory_synced(self._random.choice(_directories(self.root)))
 
     def power_cut(self, target: Path, seed: int) -> None:
         """Make at `target` what the directory may be after a power cut now; another `seed`, other luck."""
@@ -351,7 +359,7 @@ class VolatileDirectory(FaultyDirectory):
 
     def __init__(self, root: Path, storage: Storage) -> None:
         self._storage = storage
-        super().__init__(root)
+        super().__init__(root, lambda *_: storage.write_back_at_will())
 
     def create(self, name: str) -> int:
         fd = super().create(name)
@@ -370,6 +378,11 @@ class VolatileDirectory(FaultyDirectory):
     def sync_directory(self, name: str) -> None:
         super().sync_directory(name)
         self._storage.directory_synced(name)
+
+
+def _directories(root: Path) -> list[str]:
+    found = [str(Path(folder).relative_to(root)) for folder, _, _ in os.walk(root)]
+    return sorted("" if name == "." else name for name in found)
 
 
 def _bytes_now(fd: int) -> bytes:

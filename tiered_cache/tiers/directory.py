@@ -96,18 +96,18 @@ class Directory:
                     raise BlockingIOError(errno.EAGAIN, "the name went to another file", name)
             return fd
 
-    def open_again(self, name: str) -> int:
+    def open_again(self, name: str, bytes_max: int) -> int:
         """A file to write anew, with its exclusive lock. Raises `BlockingIOError` while somebody reads it.
 
-        Raises `FileExistsError` if it has another name, under which it must not change.
+        Raises `FileExistsError` if it has another name, under which it must not change, or more than `bytes_max`.
         """
         fd = self._open(name, os.O_RDWR)
         with _closed_on_error(fd):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(fd)
             _check_regular(status, name)
-            if status.st_nlink != 1:
-                raise FileExistsError(errno.EEXIST, "the file has another name", name)
+            if status.st_nlink != 1 or status.st_size > bytes_max:
+                raise FileExistsError(errno.EEXIST, "the file has another name, or is too large", name)
         return fd
 
     def open_shared(self, name: str) -> int:

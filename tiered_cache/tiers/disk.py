@@ -371,10 +371,15 @@ class DiskTier(Tier):
         """Become a holder; whoever is the only one counts what is there, since nobody else knows of a power cut."""
         with self._ledger.transaction(moves_files=True) as books:
             if not any(self._is_alive(holder) for holder in self._holders()):
+                for listed in self._scan("spare"):  # after a power cut, who knows what they are
+                    if _SPARE.fullmatch(listed.name):
+                        self._directory.unlink(f"spare/{listed.name}")
                 for part in ("entries", "quarantine"):
                     self._prune(part)
                 self._directory.forget_directories()
-                if not books.counted:
+                if books.counted:
+                    books.bytes_spare = 0
+                else:
                     books.become(self._count(None))
             fd = self._directory.open_shared(f"holders/{self._holder}")
             locked = self._directory.try_lock(fd)
@@ -426,7 +431,7 @@ class DiskTier(Tier):
             try:
                 with self._errors():
                     for item in items[first : first + _SYNC_TOGETHER]:
-                        fds.append(self._create(item.path, written))
+                        fds.append(self._create(item, written))
                         self._write_file(fds[-1], item.views())
                         if self.sync is not SyncPolicy.NEVER:
                             self._directory.start_writing_back(fds[-1])
@@ -437,14 +442,14 @@ class DiskTier(Tier):
                 for fd in fds:
                     self._directory.close_file(fd)
 
-    def _create(self, path: str, written: dict[str, str]) -> int:
+    def _create(self, item: PutItem, written: dict[str, str]) -> int:
         """The file to write an entry to: the spare one that was claimed for it, or a new one."""
-        if path in written:
+        if item.path in written:
             with contextlib.suppress(OSError):
-                return self._directory.open_again(written[path])
-            self._unlink(written[path])  # somebody reads it, or has linked it
-        written[path] = self._temporary()
-        return self._directory.create(written[path])
+                return self._directory.open_again(written[item.path], item.bytes)
+            self._unlink(written[item.path])  # somebody reads it, or has linked it
+        written[item.path] = self._temporary()
+        return self._directory.create(written[item.path])
 
     def _write_file(self, fd: int, views: Sequence[memoryview]) -> None:
         offset = 0
@@ -550,7 +555,7 @@ class DiskTier(Tier):
                     continue
                 spare_bytes, name = spares.pop(index)
                 written[item.path] = self._move(name)
-                books.bytes_spare -= self.footprint(spare_bytes)
+                books.bytes_spare -= min(books.bytes_spare, self.footprint(spare_bytes))
             if new_bytes > self._directory.bytes_free():
                 self._drop_spares(books, 0)
             self._drop_spares(books, max(0, self._bytes_max - books.bytes_promised))
@@ -574,7 +579,7 @@ class DiskTier(Tier):
         while spares and books.bytes_spare > bytes_max:
             bytes_, name = spares.pop()
             self._directory.unlink(name)
-            books.bytes_spare -= self.footprint(bytes_)
+            books.bytes_spare -= min(books.bytes_spare, self.footprint(bytes_))
 
     def _spares(self) -> MutableSequence[tuple[int, str]]:
         """(bytes, name) of every spare file, the smallest first."""
