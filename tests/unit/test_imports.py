@@ -37,9 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": NODE - {"cache"},
     "engines": CORE | {"devices", "states"},
     "service": NODE | ENGINES,
+    "check": NODE,
     "replay": NODE | ENGINES | {"service"},
     "testing": NODE | ENGINES | {"service", "replay"},
-    "cli": NODE | ENGINES | {"service", "replay"},
+    "cli": NODE | ENGINES | {"check", "service", "replay"},
 }
 # Modules that may import more than their unit: the one engine that drives a cache from inside its process.
 MODULE_MAY_IMPORT: dict[str, set[str]] = {"tiered_cache.engines.vllm": NODE}

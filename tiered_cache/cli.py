@@ -1,0 +1,457 @@
+"""The `tiered-cache` command line: one small function a command.
+
+What an operator can get wrong is one line on standard error that names file, line or option, and exit status 2. Status
+1 means that a command ran to its end and found something bad, 128 + n that signal n ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tiered_cache import frame
+from tiered_cache.check import CheckedFile, check_directory, count_files
+from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings, format_size, parse_size
+from tiered_cache.errors import ConfigError, TieredCacheError
+from tiered_cache.frame import FrameHeader
+from tiered_cache.replay.driver import Progress as ReplayProgress
+from tiered_cache.replay.driver import ReplayResult, ReplaySettings
+from tiered_cache.replay.driver import replay as run_replay
+from tiered_cache.replay.traces import SAMPLE_PATH, Trace
+from tiered_cache.service.local import Cluster, LocalCluster
+from tiered_cache.tiers.disk import SyncPolicy
+
+FOUND_BAD: Final = 1
+BAD_INPUT: Final = 2
+PLAIN_PROGRESS_S: Final = 5.0
+"""How often progress is told where there is no terminal."""
+BAD_SHOWN_MAX: Final = 20
+
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Of whichever click this typer brings."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        with _signals_raised():
+            status = app(None if arguments is None else list(arguments), standalone_mode=False)
+    except _UsageError as error:
+        return _tell(error.format_message(), BAD_INPUT)  # type: ignore[attr-defined]
+    except (TieredCacheError, OSError) as error:
+        return _tell(_what(error), BAD_INPUT)
+    except _Stopped as error:
+        return _tell("interrupted", 128 + error.signal)
+    return status if isinstance(status, int) else 0
+
+
+# Commands
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    *,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Spill LLM sequence state to host memory and disk; restore it exactly on any worker, or refuse."""
+    if show_version:
+        typer.echo(version("tiered-cache"))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def replay(
+    *,
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="Request trace, JSON lines, plain or gzip; the bundled sample if left out."),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers own sequences.")] = 2,
+    ray: Annotated[
+        str, typer.Option(help="`local`: an embedded Ray; `auto` or an address: a running one; `none`: this process.")
+    ] = "local",
+    geometry: Annotated[
+        str, typer.Option(help="Reference model whose state is spilled: shape and size.")
+    ] = "qsa-ple-gdn:tiny",
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one block of state; the model's own if left out.")
+    ] = None,
+    trace_block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one block of the trace, if neither name nor format tell.")
+    ] = None,
+    worker_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Room for sequences on each worker.")] = "256MiB",
+    host_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Budget of a node's host memory tier.")] = "160MiB",
+    disk_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Budget of a node's disk tier; 0 for none.")
+    ] = "256MiB",
+    disk_dir: Annotated[
+        Path | None, typer.Option(help="Where the disk tier makes its directory, which is removed afterwards.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Directory of the disk tier, left as it is; what is in it already is used.")
+    ] = None,
+    disk_sync: Annotated[SyncPolicy, typer.Option(help="What is on stable storage when a spill is answered.")] = (
+        SyncPolicy.NEVER
+    ),
+    policy: Annotated[str, typer.Option(help="Who decides what is kept.")] = "lru",
+    seed: Annotated[int, typer.Option(min=0, help="Of tokens, weights and policy.")] = 0,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the result there; `-` for standard output.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Neither progress nor table.")] = False,
+) -> int:
+    """Run a request trace through real workers and tiers, and check every restore.
+
+    Exit status 0 if every restored state was the one that was spilled, 1 if not, 2 for bad input.
+    """
+    source = Trace(trace or SAMPLE_PATH, trace_block_tokens)
+    disk = _size("--disk-bytes", disk_bytes)
+    worker = WorkerSettings(
+        engine=geometry, block_tokens=block_tokens, capacity_bytes=_size("--worker-bytes", worker_bytes), seed=seed
+    )
+    host = _size("--host-bytes", host_bytes)
+    with _json_target(json_path) as write_json, _disk_directory(disk, disk_dir, keep) as directory:
+        tiers = TierSettings(host, directory, disk, disk_sync, policy=policy, seed=seed)
+        settings = ReplaySettings(ClusterSettings(workers, worker, tiers), requests, seed)
+        with _cluster(settings.cluster, ray) as cluster, _meter(quiet=quiet) as meter:
+            result = run_replay(source, cluster, settings, lambda progress: _show_replay(meter, progress))
+        if not quiet:
+            _console(json_path).print(_replay_table(result))
+        write_json(result.to_json())
+    return FOUND_BAD if result.mismatches or result.failures_by_reason else 0
+
+
+@app.command()
+def verify(
+    *,
+    directory: Annotated[Path, typer.Argument(help="A disk tier's directory, such as `replay --keep` leaves.")],
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the result there; `-` for standard output.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, and only the JSON.")] = False,
+) -> int:
+    """Read every frame of a disk tier in full and list the bad ones.
+
+    Exit status 0 if all are sound, 1 if one is not, 2 for bad input.
+    """
+    total, bytes_read, checked = count_files(directory), 0, 0
+    bad: list[CheckedFile] = []
+    with _json_target(json_path) as write_json:
+        start_s = time.perf_counter()
+        with _meter(quiet=quiet) as meter:
+            for file in check_directory(directory):
+                checked += 1
+                bytes_read += file.bytes
+                if file.error is not None:
+                    bad.append(file)
+                meter(checked, max(total, checked), f"{checked:,} files  {format_size(bytes_read)}  {len(bad)} bad")
+        elapsed_s = time.perf_counter() - start_s
+        if not quiet:
+            console = _console(json_path)
+            for file in bad[:BAD_SHOWN_MAX]:
+                console.print(Text(f"{file.path}: {file.error}"), soft_wrap=True)
+            if len(bad) > BAD_SHOWN_MAX:
+                console.print(f"... and {len(bad) - BAD_SHOWN_MAX:,} more")
+            console.print(f"{checked:,} files, {format_size(bytes_read)}, {elapsed_s:.1f} s: {len(bad):,} bad")
+        result = {
+            "checked": checked,
+            "bytes": bytes_read,
+            "elapsed_s": elapsed_s,
+            "bad": [{"path": file.path, "error": file.error} for file in bad],
+        }
+        write_json(json.dumps(result, indent=2))
+    return FOUND_BAD if bad else 0
+
+
+@app.command()
+def inspect(path: Annotated[Path, typer.Argument(metavar="FRAME", help="A frame's file.")]) -> int:
+    """Print what a frame's header says: key, span, lineage, and each section's codec and sizes.
+
+    Exit status 0 if the header is sound and the file as long as it says, 1 if it has another length, 2 for bad input.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = frame.read_header(file.read(frame.HEADER_BYTES_MAX))
+    except TieredCacheError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    console = Console()
+    console.print(_header_table(header))
+    console.print(_sections_table(header))
+    if size != header.total_bytes:
+        return _tell(f"{path}: has {size} bytes, its header says {header.total_bytes}", FOUND_BAD)
+    return 0
+
+
+# Where results go
+
+
+@contextmanager
+def _json_target(path: str | None) -> Iterator[Callable[[str], None]]:
+    """A function that writes the result: a file appears whole or not at all. Raises at once if it cannot."""
+    if path is None:
+        yield lambda _: None
+    elif path == "-":
+        yield typer.echo
+    else:
+        with _naming(f"--json {path}"):
+            target = Path(path).resolve()
+            if target.exists() and not target.is_file():  # a device or a pipe must not be replaced
+                file, temporary = target.open("w"), None
+            else:
+                temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+                file = temporary.open("x")
+        try:
+            with file:
+                yield lambda text: print(text, file=file)
+            if temporary is not None:
+                temporary.replace(target)
+        finally:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _disk_directory(disk_bytes: int, parent: Path | None, keep: Path | None) -> Iterator[Path | None]:
+    """The disk tier's directory: `keep` for good, or a new one that is removed with all its frames."""
+    if parent is not None and keep is not None:
+        raise ConfigError("--disk-dir and --keep: give one, --keep is the disk tier's directory itself")
+    if not disk_bytes:
+        if keep is not None:
+            raise ConfigError("--keep needs a disk tier, and --disk-bytes is 0")
+        yield None
+        return
+    where = keep or parent
+    with _naming(f"--disk-dir {parent}" if keep is None else f"--keep {keep}"):
+        if where is not None:
+            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix="tiered-cache-replay-", dir=where))
+    if keep is not None:  # it can be written to: that was all
+        made.rmdir()
+        yield keep
+        return
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Say which option an `OSError` is about."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _size(option: str, text: str) -> int:
+    return parse_size(text, option)
+
+
+@contextmanager
+def _cluster(settings: ClusterSettings, ray: str) -> Iterator[Cluster]:
+    """A cluster in this process, or on an embedded or running Ray; closed at the end."""
+    if ray == "none":
+        with LocalCluster(settings) as local:
+            yield local
+        return
+    from actors.cluster import RayCluster
+
+    with RayCluster.start(settings, None if ray == "local" else ray) as remote:
+        yield remote
+
+
+# What people see
+
+
+Meter = Callable[[int, int, str], None]
+"""Told how much is done, of how much, and in words."""
+
+
+@contextmanager
+def _meter(*, quiet: bool) -> Iterator[Meter]:
+    """Progress on standard error, with the time left: a bar on a terminal, else a line now and then."""
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda *_: None
+    elif console.is_terminal:
+        columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+    else:
+        yield _PlainMeter()
+
+
+class _PlainMeter:
+    """A line every few seconds."""
+
+    def __init__(self) -> None:
+        self._start_s = self._told_s = time.perf_counter()
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._told_s < PLAIN_PROGRESS_S:
+            return
+        self._told_s = now_s
+        left_s = (now_s - self._start_s) * (total - done) / max(done, 1)
+        typer.echo(f"{done / total:.0%}  {_duration(left_s)} left  {text}", err=True)
+
+
+def _show_replay(meter: Meter, progress: ReplayProgress) -> None:
+    rate = progress.requests / max(progress.elapsed_s, 1e-9)
+    hit_rate = progress.hit_tokens / max(progress.input_tokens, 1)
+    text = (
+        f"{progress.requests:,}/{progress.requests_total:,} requests  {rate:,.0f}/s  hit rate {hit_rate:.1%}  "
+        f"{progress.restores:,} restores  {progress.mismatches} mismatches"
+    )
+    meter(progress.input_tokens, progress.input_tokens_total, text)
+
+
+def _replay_table(result: ReplayResult) -> Table:
+    from_disk = result.counters.get("cache.hits.disk", 0)
+    demoted = result.counters.get("cache.bytes.disk.put", 0)
+    wrong = result.mismatches
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("requests", f"{result.requests:,} in {_duration(result.elapsed_s)}, {result.requests_per_s:,.1f}/s"),
+        ("prompt tokens", f"{result.input_tokens:,}, {result.input_tokens_per_s:,.0f}/s"),
+        ("hit rate", f"[bold]{result.hit_rate:.2%}[/], {result.hit_tokens:,} tokens"),
+        ("restores", f"{result.restores:,}, {result.restores_on_other_worker:,} on another worker than spilled them"),
+        ("", f"{from_disk:,} from disk, {format_size(result.bytes_restored)} read"),
+        ("misses", f"{result.misses:,}{_reasons(result.misses_by_reason)}"),
+        ("refusals", f"{sum(result.refusals_by_reason.values()):,}{_reasons(result.refusals_by_reason)}"),
+        ("not kept", f"{sum(result.declined_by_reason.values()):,}{_reasons(result.declined_by_reason)}"),
+        ("failed", f"{sum(result.failures_by_reason.values()):,}{_reasons(result.failures_by_reason)}"),
+        ("spilled", f"{format_size(result.bytes_spilled)}, stored as {format_size(result.bytes_stored)}"),
+        ("demoted to disk", f"stored as {format_size(demoted)}"),
+        ("peak memory", format_size(result.peak_rss_bytes)),
+        ("mismatches", f"[bold red]{wrong:,}[/]" if wrong else f"[bold green]0[/] of {result.restores:,} restores"),
+    ):
+        if name not in {"refusals", "not kept", "failed"} or not value.startswith("0"):
+            table.add_row(name, value)
+    for mismatch in result.mismatched[:BAD_SHOWN_MAX]:
+        table.add_row("", f"request {mismatch.request}, {mismatch.tokens:,} tokens on {mismatch.worker}")
+    return table
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    return ": " + ", ".join(f"{reason} {count:,}" for reason, count in counts.items()) if counts else ""
+
+
+def _header_table(header: FrameHeader) -> Table:
+    key = header.key
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("group", key.group),
+        ("span", f"tokens {header.span[0]:,} to {header.span[1]:,}"),
+        ("rank", str(key.rank)),
+        ("prefix", key.prefix.hex()),
+        ("parent", key.parent.hex()),
+        ("namespace", key.namespace.hex()),
+        ("private", f"{key.private:016x}" if key.private else "no: any sequence with this prefix may use it"),
+        ("identity", header.identity_digest.hex()),
+        ("geometry", header.geometry_fingerprint.hex()),
+        ("lineage", f"{header.lineage:016x}"),
+        ("bytes", f"{header.total_bytes:,}, {header.header_bytes:,} of them header, data at {header.data_offset:,}"),
+    ):
+        table.add_row(name, Text(value))
+    return table
+
+
+def _sections_table(header: FrameHeader) -> Table:
+    table = Table("section", "dtype", "shape", "codec", "raw bytes", "stored bytes", "ratio", box=None)
+    for section in header.sections:
+        raw, stored = section.array.bytes, section.stored_bytes
+        shape = " x ".join(map(str, section.array.shape))
+        ratio = f"{raw / stored:.2f}" if stored else "-"
+        cells = (section.name, section.array.dtype, shape, section.codec.name, f"{raw:,}", f"{stored:,}", ratio)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _console(json_path: str | None) -> Console:
+    """Where the summary goes: not between the lines of a result on standard output."""
+    return Console(stderr=json_path == "-", highlight=False)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+# What goes wrong
+
+
+def _tell(message: str, status: int) -> int:
+    """One line, whatever is in the message."""
+    line = " ".join(message.split())
+    typer.echo(
+        "tiered-cache: " + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line), err=True
+    )
+    return status
+
+
+def _what(error: TieredCacheError | OSError) -> str:
+    if isinstance(error, TieredCacheError) or error.filename is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
+
+
+class _Stopped(BaseException):
+    """A signal asked the process to end. Not a `KeyboardInterrupt`, which typer would turn into silence."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """SIGINT and SIGTERM unwind the stack, so that what was opened is closed and temporary files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, where: FrameType | None) -> None:
+        del where
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
