@@ -350,7 +350,7 @@ class TieredCache:
     def _hit(self, located: Sequence[Located], tokens: int, pin: int | None) -> Hit:
         """Of frames that are all in some tier."""
         slowest = max((self._slots.index(self._by_name[place.copies[0][0]]) for place in located), default=0)
-        frames = tuple(PlannedFrame(_key(place.name), place.lineage) for place in located)
+        frames = tuple(PlannedFrame(_key(place.name), place.lineages[0]) for place in located)
         return Hit(tokens, frames, pin, self._slots[slowest].tier.name)
 
     def _pin(self, prefixes: Iterable[PrefixId], private: PrefixId | None, until_s: float) -> int:
@@ -497,7 +497,7 @@ class TieredCache:
         return self._index.support(offer, tokens, offer.lineage if offer.private else 0)
 
     def _is_own(self, offer: Offer, place: Located) -> bool:
-        return not offer.private or place.lineage == offer.lineage_of(place.name.group, place.name.tokens)
+        return not offer.private or place.lineages[:1] == (offer.lineage_of(place.name.group, place.name.tokens),)
 
     def _wanted(self, offer: Offer, hints: Hints) -> tuple[list[int], list[tuple[int, str]]]:
         """Where the policies want checkpoints: what they said when the request began, and now that it has ended."""

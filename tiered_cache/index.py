@@ -101,7 +101,8 @@ class Located:
     name: FrameName
     copies: tuple[tuple[str, int], ...]
     """Tier and stored bytes."""
-    lineage: int
+    lineages: tuple[int, ...]
+    """Of each copy, the computation it comes from; 0 where that is not known."""
     verified: tuple[str, ...]
     """The tiers whose copy has been read and found sound since it was put or recovered."""
 
@@ -215,7 +216,7 @@ class PrefixIndex:
                     yield name, frame.stored[index]
 
     def insert(self, name: Name, tier: str, stored_bytes: int, lineage: int = 0) -> None:
-        """A tier holds a frame. Any order will do, and a second time only changes the bytes.
+        """A tier holds a frame. Any order will do, and a second time only changes the bytes and the lineage.
 
         Raises `IdentityError` if the name contradicts the names that are known, or its namespace is not registered;
         then nothing has changed.
@@ -317,6 +318,15 @@ class PrefixIndex:
     def support(self, chain: Chain, tokens: int, private: int = 0) -> list[Located]:
         """Every frame that a restore to `tokens` needs and where it is; a suspended sequence's own come first."""
         return [self._located(name, frame) for name, frame in self._needed(chain, tokens, private, 0)]
+
+    def unverified(self, chain: Chain, tokens: int, tier: str, private: int = 0) -> list[FrameName]:
+        """The frames of a tier that a restore to `tokens` needs, and nobody has read since they came or were found."""
+        home = self._tree.by_name[tier]
+        return [
+            name
+            for name, frame in self._needed(chain, tokens, private, 0)
+            if frame is not None and frame.stored[home.index] >= 0 and not frame.verified >> home.index & 1
+        ]
 
     def missing(self, chain: Chain, tokens: int, tier: str) -> list[FrameName]:
         """The shared frames that must still come into `tier` for a restore to `tokens`: rows from the root down."""
@@ -440,10 +450,14 @@ class PrefixIndex:
 
     def _located(self, name: FrameName, frame: Copies | None) -> Located:
         if frame is None:
-            return Located(name, (), 0, ())
-        copies = tuple((t.name, frame.stored[t.index]) for t in self._tree.tiers if frame.stored[t.index] >= 0)
-        verified = tuple(t.name for t in self._tree.tiers if frame.verified >> t.index & 1)
-        return Located(name, copies, frame.lineage, verified)
+            return Located(name, (), (), ())
+        held = [tier for tier in self._tree.tiers if frame.stored[tier.index] >= 0]
+        return Located(
+            name,
+            tuple((tier.name, frame.stored[tier.index]) for tier in held),
+            tuple(frame.lineages[tier.index] for tier in held),
+            tuple(tier.name for tier in held if frame.verified >> tier.index & 1),
+        )
 
     def _deepest(self, chain: Chain, blocks: int) -> Node:
         """The deepest known block end among the first `blocks` of a chain."""

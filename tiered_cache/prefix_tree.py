@@ -149,20 +149,24 @@ class SoleSupport(NamedTuple):
 class Copies:
     """One frame's copies."""
 
-    __slots__ = ("lineage", "stored", "verified")
+    __slots__ = ("lineages", "stored", "verified")
 
-    def __init__(self, tiers: int, lineage: int) -> None:
+    def __init__(self, tiers: int) -> None:
         self.stored: tuple[int, ...] = (NOT_HELD,) * tiers
-        self.lineage = lineage
+        self.lineages: tuple[int, ...] = (0,) * tiers
         self.verified = 0
 
     @property
     def held(self) -> bool:
         return max(self.stored) >= 0
 
-    def put(self, tier: int, stored_bytes: int) -> None:
-        stored = self.stored
-        self.stored = (*stored[:tier], stored_bytes, *stored[tier + 1 :]) if len(stored) > 1 else (stored_bytes,)
+    def put(self, tier: int, stored_bytes: int, lineage: int) -> None:
+        stored, lineages = self.stored, self.lineages
+        if len(stored) > 1:
+            self.stored = (*stored[:tier], stored_bytes, *stored[tier + 1 :])
+            self.lineages = (*lineages[:tier], lineage, *lineages[tier + 1 :])
+        else:
+            self.stored, self.lineages = (stored_bytes,), (lineage,)
         self.verified &= ~(1 << tier)
 
 
@@ -336,10 +340,10 @@ class PrefixTree:
                 parent.children -= 1
             node = parent
 
-    def _count(self, home: Holdings, frame: Copies, stored_bytes: int) -> None:
+    def _count(self, home: Holdings, frame: Copies, stored_bytes: int, lineage: int = 0) -> None:
         """Set one copy's bytes, or `NOT_HELD`, and the tier's sums with it."""
         before = frame.stored[home.index]
-        frame.put(home.index, stored_bytes)
+        frame.put(home.index, stored_bytes, lineage)
         if stored_bytes >= 0:
             home.bytes += stored_bytes
             home.frames += 1
@@ -352,8 +356,8 @@ class PrefixTree:
         copies, layout = node.frames[slot], node.layout
         lacked, hole = self.lacks_rows(node), self._is_hole(node, home)
         if copies is None:
-            copies = node.frames[slot] = Copies(len(self.tiers), lineage)
-        self._count(home, copies, stored_bytes)
+            copies = node.frames[slot] = Copies(len(self.tiers))
+        self._count(home, copies, stored_bytes, lineage)
         if not copies.held:
             node.frames[slot] = None
         self.incomplete[layout.namespace] += self.lacks_rows(node) - lacked
@@ -483,8 +487,8 @@ class PrefixTree:
         held = checkpoint.holds(home.index)
         frame = checkpoint.frames.get(plain_name(name))
         if frame is None:
-            frame = checkpoint.frames[plain_name(name)] = Copies(len(self.tiers), lineage or name.private)
-        self._count(home, frame, stored_bytes)
+            frame = checkpoint.frames[plain_name(name)] = Copies(len(self.tiers))
+        self._count(home, frame, stored_bytes, lineage)
         if not held:
             self.hold(checkpoint, home, 1)
             home.set_droppable(key, wanted=True)
