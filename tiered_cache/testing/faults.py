@@ -300,7 +300,7 @@ class Storage:
     def __init__(self, root: Path, seed: int = 0) -> None:
         self.root = root
         self._random = random.Random(seed)  # noqa: S311 - nothing here is a secret
-        self._names: dict[str, dict[str, int]] = {}
+        self._names: dict[str, dict[str, tuple[int, bool]]] = {}  # directory -> name -> inode, whether a directory
         self._bytes: dict[int, bytes] = {}
         self._pins: dict[int, int] = {}  # every file stays open, so that no inode is used for a second file
 
@@ -338,15 +338,18 @@ class Storage:
         target.mkdir(mode=0o700)
         synced, now = self._names.get(name, {}), _names_now(self.root / name)
         for entry in sorted(synced.keys() | now.keys()):
-            inode = rng.choice((synced.get(entry), now.get(entry)))
-            if inode is None:
+            chosen = rng.choice((synced.get(entry), now.get(entry)))
+            if chosen is None:
                 continue
-            if inode in self._pins:
-                (target / entry).write_bytes(self._survives(inode, rng))
-            else:
+            inode, is_directory = chosen
+            if is_directory:
                 self._rebuild(f"{name}/{entry}".lstrip("/"), target / entry, rng)
+            else:
+                (target / entry).write_bytes(self._survives(inode, rng))
 
     def _survives(self, inode: int, rng: random.Random) -> bytes:
+        if inode not in self._pins:  # the process died while it created it
+            return b""
         synced, now = self._bytes.get(inode, b""), _bytes_now(self._pins[inode])
         if synced == now:
             return synced
@@ -389,5 +392,6 @@ def _bytes_now(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
-def _names_now(directory: Path) -> dict[str, int]:
-    return {entry.name: entry.stat().st_ino for entry in directory.iterdir()} if directory.is_dir() else {}
+def _names_now(directory: Path) -> dict[str, tuple[int, bool]]:
+    entries = directory.iterdir() if directory.is_dir() else ()
+    return {entry.name: (entry.stat().st_ino, entry.is_dir()) for entry in entries}

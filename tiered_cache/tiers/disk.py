@@ -132,6 +132,7 @@ class DiskTier(Tier):
         self._numbers = itertools.count()
         self._quarantine_time = 0
         self._owed = 0  # reserved bytes to give back
+        self._stuck: deque[tuple[str, int]] = deque()  # files that could not be removed, and what is reserved for them
         self._foreign_files = 0
         self._read_buffers = Arena(_READ_BUFFERS_BYTES)
         self._idle = threading.Condition()
@@ -170,6 +171,7 @@ class DiskTier(Tier):
     def reserve(self, sizes: Sequence[int]) -> Reservation:
         need = sum(map(self.footprint, sizes))
         with self._call():
+            self._unlink_stuck()
             if not self._try_reserve(need):
                 self.collect_orphans()
                 if not self._try_reserve(need):
@@ -199,8 +201,12 @@ class DiskTier(Tier):
                 self._take_back(created)
                 raise
             finally:
-                left = {path for path, temporary in written.items() if not self._unlink(temporary)}
-                spent = sum(self.footprint(new[path].bytes) for path in created | left)
+                spent = 0
+                for path, item in new.items():
+                    bytes_ = self.footprint(item.bytes)
+                    spent += bytes_ if path in created else 0
+                    if path in written:
+                        spent += self._unlink(written[path], 0 if path in created else bytes_)
                 reservation.put_back(taken - spent)
         outcomes = []
         for item in items:
@@ -229,6 +235,7 @@ class DiskTier(Tier):
 
     def delete(self, paths: Sequence[str]) -> Sequence[bool]:
         with self._call():
+            self._unlink_stuck()
             there: list[bool] = []
             for first in range(0, len(paths), _MOVE_TOGETHER):
                 some = paths[first : first + _MOVE_TOGETHER]
@@ -286,7 +293,8 @@ class DiskTier(Tier):
                 try:
                     with self._errors():
                         for listed in self._scan(f"tmp/{holder}"):
-                            self._directory.unlink(f"tmp/{holder}/{listed.name}")
+                            if not listed.is_directory:
+                                self._directory.unlink(f"tmp/{holder}/{listed.name}")
                     with self._transaction() as books:
                         books.reserved.pop(holder, None)
                         self._remove_holder(holder)
@@ -330,6 +338,8 @@ class DiskTier(Tier):
 
     def _unreserve(self, bytes_: int) -> None:
         """Give reserved bytes back now, or with the next reservation if the ledger cannot be had."""
+        if not bytes_:
+            return
         with self._idle:
             self._owed += bytes_
         with contextlib.suppress(TierError), self._call(), self._transaction() as books:
@@ -418,7 +428,7 @@ class DiskTier(Tier):
         return None
 
     def _remove_holder(self, holder: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # none is there, or somebody has put something into it
             self._directory.remove_directory(f"tmp/{holder}")
         self._directory.unlink(f"holders/{holder}")
 
@@ -447,7 +457,7 @@ class DiskTier(Tier):
         if item.path in written:
             with contextlib.suppress(OSError):
                 return self._directory.open_again(written[item.path], item.bytes)
-            self._unlink(written[item.path])  # somebody reads it, or has linked it
+            self._unlink(written[item.path], 0)  # somebody reads it, or has linked it
         written[item.path] = self._temporary()
         return self._directory.create(written[item.path])
 
@@ -531,7 +541,9 @@ class DiskTier(Tier):
             moved, _ = self._move_out(created)
         except TierError:  # the ledger cannot be had
             moved = {}
-        created.difference_update([path for path, file in moved.items() if self._unlink(file.name)])
+        for path, file in moved.items():
+            if not self._unlink(file.name, self.footprint(file.bytes)):
+                created.discard(path)
         if created:
             _log.warning("tier %s: %d entries of a put that failed stay", self.name, len(created))
 
@@ -549,12 +561,13 @@ class DiskTier(Tier):
             new_bytes = 0
             for item in items:
                 bytes_ = item.bytes
+                new_bytes += self.footprint(bytes_)
                 index = bisect.bisect_right(spares, (bytes_, "~")) - 1
                 if index < 0 or spares[index][0] < bytes_ // 2:
-                    new_bytes += self.footprint(bytes_)
                     continue
                 spare_bytes, name = spares.pop(index)
                 written[item.path] = self._move(name)
+                new_bytes -= self.footprint(spare_bytes)
                 books.bytes_spare -= min(books.bytes_spare, self.footprint(spare_bytes))
             if new_bytes > self._directory.bytes_free():
                 self._drop_spares(books, 0)
@@ -631,23 +644,34 @@ class DiskTier(Tier):
             self._remove(files)
 
     def _remove(self, files: Iterable[_Moved]) -> None:
-        self._unreserve(sum(self.footprint(file.bytes) for file in files if self._unlink(file.name)))
+        removed = 0
+        for file in files:
+            bytes_ = self.footprint(file.bytes)
+            removed += bytes_ - self._unlink(file.name, bytes_)
+        self._unreserve(removed)
 
     def _move(self, name: str) -> str:
         temporary = self._temporary()
         self._directory.rename(name, temporary)
         return temporary
 
-    def _unlink(self, temporary: str) -> bool:
-        """Whether a temporary file is gone; one that stays is charged until this process ends and it is collected."""
+    def _unlink(self, name: str, bytes_: int) -> int:
+        """Remove a file under `tmp` and return 0; if it cannot be removed, what stays reserved for it: `bytes_`."""
         try:
-            self._directory.unlink(temporary)
+            self._directory.unlink(name)
         except FileNotFoundError:
-            return True
+            return 0
         except OSError as error:
-            _log.warning("tier %s: cannot remove %s: %s", self.name, temporary, error)
-            return False
-        return True
+            _log.warning("tier %s: cannot remove %s: %s", self.name, name, error)
+            self._stuck.append((name, bytes_))
+            return bytes_
+        return 0
+
+    def _unlink_stuck(self) -> None:
+        """Try again what could not be removed before."""
+        for _ in range(len(self._stuck)):
+            name, bytes_ = self._stuck.popleft()
+            self._unreserve(bytes_ - self._unlink(name, bytes_))
 
     # Reading
 
