@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from pathlib import Path
 
 from tiered_cache.cache import TieredCache, TierSlot
 from tiered_cache.codecs import Mode
@@ -41,7 +42,18 @@ def build_policy(name: str) -> CachePolicy:
 
 
 def build_engine(settings: WorkerSettings) -> ComputingEngine:
-    """A worker's engine on its device."""
+    """A worker's engine on its device. `transformers:DIR` names a model in a local directory."""
+    family, _, directory = settings.engine.partition(":")
+    if family == "transformers":
+        from tiered_cache.engines.transformers import load_engine
+
+        return load_engine(
+            Path(directory),
+            device="cuda" if settings.device == "cupy" else "cpu",
+            block_tokens=settings.block_tokens,
+            capacity_bytes=settings.capacity_bytes,
+            staging_slots=settings.staging_slots,
+        )
     return ReferenceEngine(
         settings.engine,
         seed=settings.seed,

@@ -1,0 +1,181 @@
+"""A few tokens through a model: what its caches hold, and whether they hold everything.
+
+A model that keeps state elsewhere cannot be moved, so two things are looked at. No attribute or buffer of a module may
+change while the model computes. And a state that was taken out and put into a fresh cache, while the model computed
+something else, must go on exactly as the one that was left alone, as a chunk and token by token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tiered_cache.engines.transformers.layout import Cache, CacheLayout, Tensor
+from tiered_cache.engines.transformers.plans import SUPPORTED_VERSIONS, plan_of_cache, plan_of_layer
+from tiered_cache.errors import ConfigError, StateError
+from tiered_cache.geometry import PartKind
+
+_CACHE_NAMES = ("past_key_values", "cache_params")
+_AHEAD = 3  # tokens computed beyond a restore
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Stepper:
+    """Runs one model: tokens in, logits out, a cache that goes on; one sequence, no padding."""
+
+    def __init__(self, model: Any, static_tokens: int | None) -> None:
+        """Raises `ConfigError` for a version, mode or model that is not supported."""
+        version = str(transformers.__version__)
+        if not version.startswith(tuple(f"{supported}." for supported in SUPPORTED_VERSIONS)):
+            raise ConfigError(f"transformers {version}: the caches of {', '.join(SUPPORTED_VERSIONS)} alone are known")
+        if model.training:
+            raise ConfigError("the model is in training mode, where dropout makes every step another one")
+        names = inspect.signature(model.forward).parameters
+        found = [name for name in _CACHE_NAMES if name in names]
+        if not found or getattr(model.config, "is_encoder_decoder", False):
+            raise ConfigError(f"{type(model).__name__} is no decoder that takes {' or '.join(_CACHE_NAMES)}")
+        config = model.config.get_text_config(decoder=True)
+        _check_rope(config)
+        self.model = model
+        self.vocabulary = int(config.vocab_size)
+        self.static_tokens = static_tokens
+        self.logits_dtype: Any = None
+        self._cache_name = found[0]
+        self._options: dict[str, object] = {"use_cache": True}
+        if "logits_to_keep" in names:
+            self._options["logits_to_keep"] = 1
+
+    def step(self, cache: Cache | None, tokens: Any) -> tuple[Cache, Tensor]:
+        """Compute tokens, a list or array of ids, after those of the cache; the cache, and the last one's logits."""
+        if cache is None and self.static_tokens is not None:
+            cache = transformers.StaticCache(config=self.model.config, max_cache_len=self.static_tokens)
+        ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64), device=self.model.device)[None]
+        with torch.no_grad():
+            out = self.model(input_ids=ids, **{self._cache_name: cache}, **self._options)
+        self.logits_dtype = out.logits.dtype
+        return getattr(out, self._cache_name), out.logits[0, -1]
+
+
+def probe(stepper: Stepper, block_tokens: int | None) -> CacheLayout:
+    """The layout of the model's caches. Raises `StateError` naming what cannot be carried, `GeometryError`."""
+    model = stepper.model
+    before = dict(_module_state(model))
+    cache, _ = stepper.step(None, [0, 1])
+    tokens = 2 + max(plan.tokens_to_show_all for plan in _all_plans(cache))
+    text = np.arange(tokens + _AHEAD) % min(stepper.vocabulary, 7)
+    layout = CacheLayout(stepper.step(None, text[:tokens])[0], tokens, block_tokens)
+    left_alone = [_ahead(stepper, stepper.step(None, text[:tokens])[0], text[tokens:], step) for step in (_AHEAD, 1)]
+    frozen = stepper.step(None, text[:tokens])[0]
+    arrays = _export(layout, frozen, tokens)
+    _check_rows(layout, stepper.step(frozen, text[tokens:])[0], arrays, tokens)
+    stepper.step(None, text[::-1].copy())
+    for step, expected in zip((_AHEAD, 1), left_alone, strict=True):
+        copy = layout.make(tokens)
+        layout.load(copy, 0, tokens, arrays)
+        for place in layout.places:
+            if not place.part and (tensor := place.slot.read(copy.layers[place.owner])) is not None:
+                assert not tensor.numel()
+        layout.check(copy, tokens)
+        if not all(
+            torch.equal(a, b) for a, b in zip(_ahead(stepper, copy, text[tokens:], step), expected, strict=True)
+        ):
+            raise StateError(f"{type(model).__name__}: a copy of its cache goes on otherwise: it keeps state elsewhere")
+    changed = [name for name, value in _module_state(model) if not _same(before.get(name, _ABSENT), value)]
+    if changed:
+        raise StateError(f"{type(model).__name__} keeps state on its modules: {', '.join(changed[:4])}")
+    return layout
+
+
+def _ahead(stepper: Stepper, cache: Cache, tokens: Any, step: int) -> list[Tensor]:
+    logits = []
+    for start in range(0, len(tokens), step):
+        cache, last = stepper.step(cache, tokens[start : start + step])
+        logits.append(last)
+    return logits
+
+
+def _all_plans(cache: Cache) -> Iterator[Any]:
+    for index, layer in enumerate(cache.layers):
+        yield plan_of_layer(index, layer)
+    yield plan_of_cache(cache, len(cache.layers))
+
+
+def _export(layout: CacheLayout, cache: Cache, tokens: int) -> dict[str, Any]:
+    layout.check(cache, tokens)
+    taken = layout.take(cache)
+    arrays = {}
+    for part in layout.geometry.parts:
+        spec = part.array(tokens)
+        out = arrays[part.name] = np.empty(spec.shape, dtype=spec.storage)
+        if part.kind is PartKind.CARRY:
+            layout.read_carry(taken, part.name, out)
+        else:
+            layout.read(cache, 0, tokens, part.name, out)
+    return arrays
+
+
+def _check_rows(layout: CacheLayout, longer: Cache, arrays: dict[str, Any], tokens: int) -> None:
+    """Rows must stay what they were while the sequence grows."""
+    for part in layout.geometry.parts:
+        if part.kind is PartKind.ROWS:
+            again = np.empty_like(arrays[part.name])
+            layout.read(longer, 0, tokens, part.name, again)
+            if again.tobytes() != arrays[part.name].tobytes():
+                raise StateError(f"rows of {part.name} change while the sequence grows")
+
+
+def _check_rope(config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
+        raise ConfigError("dynamic RoPE: its modules remember the longest sequence that they have seen")
+
+
+_ABSENT: Any = object()
+
+
+def _module_state(model: Any) -> Iterator[tuple[str, Any]]:
+    """Everything on the modules but parameters and sub-modules, by name; tensors with their version."""
+    for prefix, module in model.named_modules():
+        held = {k: v for k, v in vars(module).items() if k not in {"_parameters", "_modules", "_buffers"}}
+        for name, value in {**held, **module._buffers}.items():  # noqa: SLF001 - torch names them so
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(value, torch.Tensor):
+                yield path, (value, value._version)  # noqa: SLF001
+            elif isinstance(value, (*_PLAIN, list, tuple, dict)):
+                yield path, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """A copy that shows a change of numbers and tensors within lists and dicts, three levels deep at most."""
+
+    def walk(inner: Any, depth: int) -> Any:
+        if isinstance(inner, torch.Tensor):
+            return inner, inner._version  # noqa: SLF001
+        if isinstance(inner, dict) and depth:
+            return {str(k): walk(v, depth - 1) for k, v in inner.items()}
+        if isinstance(inner, list | tuple) and depth:
+            return [walk(v, depth - 1) for v in inner]
+        return inner if isinstance(inner, _PLAIN) else type(inner).__name__
+
+    return walk(value, 3)
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Equal numbers, and the very same tensors, unchanged."""
+    if isinstance(now, torch.Tensor):
+        return before is now
+    if isinstance(now, dict):
+        return isinstance(before, dict) and before.keys() == now.keys() and all(_same(before[k], now[k]) for k in now)
+    if isinstance(now, list | tuple):
+        return (
+            isinstance(before, list | tuple)
+            and len(before) == len(now)
+            and all(_same(a, b) for a, b in zip(before, now, strict=True))
+        )
+    return bool(before is now or before == now)
