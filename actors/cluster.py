@@ -1,7 +1,8 @@
 """`RayCluster`: start, connect to and shut down a set of workers, one tiering actor a node, and a router.
 
-An instance of Ray that is already initialised is used, and never shut down; one that was started here is shut down
-with the cluster. All actors are named, take `num_cpus=0`, and are placed with a node affinity.
+An instance of Ray that is already initialised is used, and never shut down; one that was started or connected to here
+is left when the cluster is closed. All actors are named, take `num_cpus=0`, are placed with a node affinity, and come
+back after a crash as a new generation; a call to one is never repeated by Ray.
 """
 
 from __future__ import annotations
@@ -9,114 +10,136 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+from collections import Counter
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.inline import in_local_mode
 from actors.names import ClusterName
 from actors.ports import RemoteOwner, RemoteTiering
 from actors.router import RouterActor
-from actors.sequence import OWNER_OPTIONS, SequenceActor
+from actors.sequence import OWNER_OPTIONS, OwnerMethods, SequenceActor
 from actors.tiering import TieringActor
 from tiered_cache.config import ClusterSettings
 from tiered_cache.errors import ConfigError, TieredCacheError
-from tiered_cache.geometry import Geometry
-from tiered_cache.identity import Identity
+from tiered_cache.service.local import DESCRIBE_S, LocalCluster
 from tiered_cache.service.router import RouterSettings
 
 RAY_NAMESPACE = "tiered-cache"
 OBJECT_STORE_BYTES = 512 << 20
 """Of an embedded instance: frames only pass through it."""
-START_S = 60.0
-"""How long the actors of a cluster may take to come up."""
+ASK_S = 10.0
+"""How long an actor may take for a call that only reads or closes."""
 
 
 class RayCluster:
     """A running set of actors. A `Cluster` for drivers; close it, or leave its `with` block."""
 
     def __init__(
-        self,
-        cluster: ClusterName,
-        workers: dict[str, str],
-        nodes: tuple[str, ...],
-        handles: list[Any],
-        *,
-        owns_ray: bool,
+        self, cluster: ClusterName, workers: tuple[str, ...], nodes: tuple[str, ...], *, owns_ray: bool
     ) -> None:
-        """`workers`: name -> node. Use `start`."""
+        """Use `start` or `connect`."""
         self.cluster = cluster
         self.workers: dict[str, RemoteOwner] = {name: cluster.owner(name) for name in workers}
         self.tierings: dict[str, RemoteTiering] = {node: cluster.tiering(node) for node in nodes}
         self.router = cluster.router()
-        self._handles = handles  # an actor lives as long as a handle of its creator
-        self._owns_ray = owns_ray
-        first = next(iter(self.workers.values()))
-        described: tuple[Identity, Geometry] = first.call(tuple, "describe", deadline_s=START_S)
-        self.identity, self.geometry = described
+        self.identity, self.geometry = self.workers[workers[0]].describe(deadline_s=DESCRIBE_S)
         self.namespace = b""
         for tiering in self.tierings.values():
-            self.namespace = tiering.register(self.identity, self.geometry, deadline_s=START_S)
+            self.namespace = tiering.register(self.identity, self.geometry, deadline_s=ASK_S)
+        self._handles: list[Any] = []  # an actor that is not detached lives as long as its creator's handle
+        self._owns_ray = owns_ray
 
     @classmethod
     def start(
-        cls, settings: ClusterSettings, address: str | None = None, *, router: RouterSettings | None = None
+        cls,
+        settings: ClusterSettings,
+        address: str | None = None,
+        *,
+        worker: type[OwnerMethods] = SequenceActor,
+        router: RouterSettings | None = None,
+        detached: bool = False,
     ) -> RayCluster:
-        """Start the actors. `address`: None for an embedded local instance, `auto`, or a Ray address.
+        """Start the actors, the workers spread over the nodes in turn.
 
-        Workers are spread over the nodes in turn. Raises `ConfigError` if there is no Ray at the address or the
-        cluster's name is taken, and what the actors raised; then nothing of it is left running.
+        `address`: None for an embedded local instance, `auto`, or a Ray address. `worker` is the class of the workers,
+        made as `worker(name, node, tiering, settings.worker)`. A detached set outlives this process; `connect` finds
+        it. Raises `ConfigError` if there is no Ray at the address, the cluster's name is taken, or an actor cannot
+        start; then nothing of it is left running.
         """
-        owns_ray = _connect(address)
-        handles: list[Any] = []
-        try:
-            cluster = ClusterName(settings.name, RAY_NAMESPACE)
+        with _connected(address) as owns_ray:
+            if in_local_mode():  # where a constructor that raises would end this process
+                LocalCluster(settings).close()
             nodes = _nodes()
-            for node in nodes:
-                tiering = ray.remote(TieringActor).options(
-                    name=cluster.actor(f"tiering-{node}"), max_restarts=-1, max_concurrency=8, **_placed(node)
-                )
-                handles.append(tiering.remote(node, cluster, settings.tiers))
-            workers = {f"worker-{number}": nodes[number % len(nodes)] for number in range(settings.workers)}
-            for name, node in workers.items():
-                worker = ray.remote(**OWNER_OPTIONS)(SequenceActor).options(
-                    name=cluster.actor(name), num_gpus=settings.worker.num_gpus, **_placed(node)
-                )
-                handles.append(worker.remote(name, node, cluster, settings.worker))
-            routing = ray.remote(RouterActor).options(
-                name=cluster.actor("router"), max_restarts=-1, max_concurrency=8, **_placed(nodes[0])
-            )
-            handles.append(routing.remote(cluster, tuple(workers), nodes, router or RouterSettings()))
-            ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=START_S)
-            return cls(cluster, workers, nodes, handles, owns_ray=owns_ray)
-        except BaseException:
-            _end(handles, owns_ray=owns_ray)
-            raise
+            names = tuple(f"worker-{number}" for number in range(settings.workers))
+            handles: list[Any] = []
+            try:
+                _start(handles, settings, names, nodes, worker, router or RouterSettings(), detached=detached)
+                cluster = cls(ClusterName(settings.name, RAY_NAMESPACE), names, nodes, owns_ray=owns_ray)
+            except BaseException:
+                _kill(handles)
+                raise
+            cluster._handles = [] if detached else handles
+            return cluster
+
+    @classmethod
+    def connect(cls, name: str, address: str | None = "auto") -> RayCluster:
+        """Join a set that another process has started. Raises `ConfigError` if there is none of this name."""
+        cluster = ClusterName(name, RAY_NAMESPACE)
+        with _connected(address) as owns_ray:
+            try:
+                workers, nodes = cluster.router().members(deadline_s=ASK_S)
+                return cls(cluster, workers, nodes, owns_ray=owns_ray)
+            except TieredCacheError as error:
+                raise ConfigError(f"no cluster {name!r} to connect to: {error.message}") from error
 
     def counters(self) -> dict[str, int]:
-        """Sums of all counters, by who counted."""
-        found = {f"router.{k}": n for k, n in self.router.call(dict, "counters", deadline_s=START_S).items()}
-        for tiering in self.tierings.values():
-            for what, number in tiering.call(dict, "counters", deadline_s=START_S).items():
-                found[f"cache.{what}"] = found.get(f"cache.{what}", 0) + number
+        """Sums of all counters of the actors that answer, by who counted."""
+        found: Counter[str] = Counter()
+        for who, port in (("router", self.router), *(("cache", tiering) for tiering in self.tierings.values())):
+            with contextlib.suppress(TieredCacheError):
+                counted: dict[str, int] = port.call(dict, "counters", deadline_s=ASK_S)
+                found.update({f"{who}.{what}": number for what, number in counted.items()})
         return dict(sorted(found.items()))
 
     def peak_rss_bytes(self) -> int:
-        """The most memory that this process and the actors have held, added up."""
-        ports = [*self.workers.values(), *self.tierings.values()]
-        held = sum(port.call(int, "peak_rss_bytes", deadline_s=START_S) for port in ports)
-        return held + resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """The most resident memory that this process and the actors that answer have had, added up."""
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if in_local_mode():
+            return held
+        for port in (*self.workers.values(), *self.tierings.values(), self.router):
+            with contextlib.suppress(TieredCacheError):
+                held += port.call(int, "peak_rss_bytes", deadline_s=ASK_S)
+        return held
 
     def close(self) -> None:
-        """Close the tiers and end the actors, and Ray if it was started here. Idempotent."""
+        """Leave: end the actors, unless they are detached or another's, and Ray if it came up for them. Idempotent."""
         handles, self._handles = self._handles, []
-        if not handles:
-            return
+        if handles:
+            self._close_tiers()
+            _kill(handles)
+        if self._owns_ray:
+            self._owns_ray = False
+            ray.shutdown()
+
+    def shut_down(self) -> None:
+        """End the actors, whoever started them, and leave."""
+        self._close_tiers()
+        for port in (*self.workers.values(), *self.tierings.values(), self.router):
+            with contextlib.suppress(ValueError):  # it is gone already
+                _kill([ray.get_actor(port.actor, namespace=RAY_NAMESPACE)])
+        self._handles = []
+        self.close()
+
+    def _close_tiers(self) -> None:
         for tiering in self.tierings.values():
             with contextlib.suppress(TieredCacheError):  # a dead one has nothing to close
-                tiering.call(object, "close", deadline_s=START_S)
-        _end(handles, owns_ray=self._owns_ray)
+                tiering.call(object, "close", deadline_s=ASK_S)
 
     def __enter__(self) -> Self:
         return self
@@ -127,25 +150,75 @@ class RayCluster:
         self.close()
 
 
-def _connect(address: str | None) -> bool:
-    """Make sure that Ray is initialised; whether that was done here, for us alone."""
+@contextlib.contextmanager
+def _connected(address: str | None) -> Iterator[bool]:
+    """Ray, initialised; whether that was done here, for us alone. It is undone if what follows raises."""
     if ray.is_initialized():
-        return False
+        yield False
+        return
     try:
         if address is None:
             ray.init(
+                "local",  # whatever RAY_ADDRESS says
                 include_dashboard=False,
                 num_cpus=2,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                namespace=RAY_NAMESPACE,
             )
         else:
-            ray.init(address=address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"no Ray at {address or 'this machine'}: {error}".splitlines()[0]) from error
-    return True
+    try:
+        yield True
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _start(
+    handles: list[Any],
+    settings: ClusterSettings,
+    names: tuple[str, ...],
+    nodes: tuple[str, ...],
+    worker: type[OwnerMethods],
+    router: RouterSettings,
+    *,
+    detached: bool,
+) -> None:
+    """Start all actors and wait until they are up; `handles` holds those that there are, also if this raises."""
+    cluster = ClusterName(settings.name, RAY_NAMESPACE)
+
+    def start(actor: Any, name: str, node: str, *args: object, **options: object) -> None:
+        placed = actor.options(
+            name=cluster.actor(name),
+            namespace=RAY_NAMESPACE,
+            lifetime="detached" if detached else None,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,  # a retry would meet another state
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            **options,
+        )
+        handles.append(placed.remote(*args))
+
+    try:
+        for node in nodes:
+            start(ray.remote(TieringActor), f"tiering-{node}", node, node, cluster, settings.tiers, max_concurrency=8)
+        for number, name in enumerate(names):
+            node = nodes[number % len(nodes)]
+            made = ray.remote(**OWNER_OPTIONS)(worker)
+            start(made, name, node, name, node, cluster.tiering, settings.worker, num_gpus=settings.worker.num_gpus)
+        start(ray.remote(RouterActor), "router", nodes[0], cluster, names, nodes, router, max_concurrency=8)
+        ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=DESCRIBE_S)
+    except GetTimeoutError as error:
+        wanted = f"{len(names)} workers with {settings.worker.num_gpus:g} GPUs each"
+        raise ConfigError(f"the actors are not up after {DESCRIBE_S:g} s; is there room for {wanted}?") from error
+    except RayActorError as error:  # its constructor's error, as text that ends with `module.Class: message`
+        raise ConfigError(str(error).splitlines()[-1].rpartition("Error: ")[2]) from error
+    except ValueError as error:
+        raise ConfigError(f"a cluster {settings.name!r} is running already: {error}".splitlines()[0]) from error
 
 
 def _nodes() -> tuple[str, ...]:
@@ -153,19 +226,7 @@ def _nodes() -> tuple[str, ...]:
     return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
 
 
-def _placed(node: str) -> dict[str, Any]:
-    return {
-        "num_cpus": 0,
-        "max_task_retries": 0,
-        "namespace": RAY_NAMESPACE,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        "runtime_env": {},
-    }
-
-
-def _end(handles: list[Any], *, owns_ray: bool) -> None:
+def _kill(handles: list[Any]) -> None:
     for handle in handles:
         with contextlib.suppress(Exception):  # whatever Ray says: it is gone then
             ray.kill(handle)
-    if owns_ray:
-        ray.shutdown()

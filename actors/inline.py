@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 from ray._private import worker
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class InlineExecutor(Executor):
-    """Runs what is submitted at once, in the caller's thread."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        return future
+from tiered_cache.service.local import InlineExecutor
 
 
 def executor_for_calls(threads: int) -> Executor:

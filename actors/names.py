@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.ports import RemoteOwner, RemoteRouter, RemoteTiering
 
@@ -13,15 +13,17 @@ class ClusterName:
 
     name: str
     ray_namespace: str
+    _owners: dict[str, RemoteOwner] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _tierings: dict[str, RemoteTiering] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def actor(self, who: str) -> str:
         return f"{self.name}/{who}"
 
     def owner(self, name: str) -> RemoteOwner:
-        return RemoteOwner(self.actor(name), self.ray_namespace)
+        return self._owners.setdefault(name, RemoteOwner(self.actor(name), self.ray_namespace))
 
     def tiering(self, node: str) -> RemoteTiering:
-        return RemoteTiering(self.actor(f"tiering-{node}"), self.ray_namespace)
+        return self._tierings.setdefault(node, RemoteTiering(self.actor(f"tiering-{node}"), self.ray_namespace))
 
     def router(self) -> RemoteRouter:
         return RemoteRouter(self.actor("router"), self.ray_namespace)

@@ -51,12 +51,16 @@ class Port:
 
     def call(self, kind: type[_T], method: str, *args: object, deadline_s: float) -> _T:
         """Call `method(*args, deadline_s=deadline_s)` there and wait for the answer, a `kind`."""
+        if not ray.is_initialized():  # else Ray would start a cluster of its own now
+            raise TierError(f"{self.actor} cannot be reached: Ray is not running in this process")
+        reference = None
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self.actor, namespace=self.ray_namespace)
             reference = getattr(self._handle, method).remote(*args, deadline_s=deadline_s)
             answer: object = ray.get(reference, timeout=deadline_s + GRACE_S)
         except GetTimeoutError as error:
+            ray.cancel(reference)  # it must not begin now, if it has not begun yet
             raise DeadlineError(f"{self.actor}.{method} did not answer within {deadline_s:.3g} s") from error
         except RayTaskError as error:
             if isinstance(error.cause, TieredCacheError):
@@ -64,11 +68,11 @@ class Port:
             raise TierError(f"{self.actor}.{method} failed: {error.cause!r}") from error
         except RayActorError as error:
             self._handle = None
-            raise TierError(f"{self.actor} is dead: {error}", retryable=True) from error
+            raise TierError(f"{self.actor} is dead: {_first_line(error)}", retryable=True) from error
         except ValueError as error:  # what `get_actor` raises for an unknown name
-            raise TierError(f"{self.actor} is not there: {error}", retryable=True) from error
+            raise TierError(f"{self.actor} is not there: {_first_line(error)}", retryable=True) from error
         except RayError as error:
-            raise TierError(f"{self.actor}.{method} failed: {error}", retryable=True) from error
+            raise TierError(f"{self.actor}.{method} failed: {_first_line(error)}", retryable=True) from error
         if not isinstance(answer, kind):
             raise TierError(f"{self.actor}.{method} answered with {type(answer).__name__}, not {kind.__name__}")
         return answer
@@ -79,6 +83,10 @@ class Port:
 
 class RemoteOwner(Port):
     """`OwnerPort` through Ray, and `WorkerPort` where the engine computes."""
+
+    def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]:
+        described: tuple[Identity, Geometry] = self.call(tuple, "describe", deadline_s=deadline_s)
+        return described
 
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
         return self.call(Bid, "bid", namespace, hashes, deadline_s=deadline_s)
@@ -147,3 +155,11 @@ class RemoteRouter(Port):
 
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
         return self.call(Restored, "resume", ticket, capacity_tokens, deadline_s=deadline_s)
+
+    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        members: tuple[tuple[str, ...], tuple[str, ...]] = self.call(tuple, "members", deadline_s=deadline_s)
+        return members
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

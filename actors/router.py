@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 from actors.inline import executor_for_calls
 from actors.names import ClusterName
 from tiered_cache.service.messages import Prompt, Restored, SequenceRef, Ticket
@@ -15,10 +17,11 @@ class RouterActor:
     def __init__(
         self, cluster: ClusterName, owners: tuple[str, ...], nodes: tuple[str, ...], settings: RouterSettings
     ) -> None:
+        self._members = owners, nodes
         self.router = RestoreRouter(
             {name: cluster.owner(name) for name in owners},
             {node: cluster.tiering(node) for node in nodes},
-            executor_for_calls(threads=max(4, len(owners) + len(nodes))),
+            executor_for_calls(threads=min(64, 4 * (len(owners) + len(nodes)))),
             settings=settings,
         )
 
@@ -31,7 +34,17 @@ class RouterActor:
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
         return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
 
+    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the workers, and the nodes."""
+        del deadline_s
+        return self._members
+
     def counters(self, *, deadline_s: float) -> dict[str, int]:
         """How often what happened since this router began."""
         del deadline_s
         return self.router.counters()
+
+    def peak_rss_bytes(self, *, deadline_s: float) -> int:
+        """The most memory that this process has held."""
+        del deadline_s
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

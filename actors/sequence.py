@@ -1,9 +1,10 @@
-"""`SequenceActor`: a worker that owns sequences on one device; and what an actor of one's own needs to be an owner.
+"""`SequenceActor`: a worker that owns sequences on one device; and what an actor of one's own needs to be one.
 
-@ray.remote(num_cpus=0, **OWNER_OPTIONS)
 class MyWorker(OwnerMethods):
-    def __init__(self, name, node, cluster):
-        self.owner = SequenceOwner(MyEngine(), name=name, node=node, tiering=cluster.tiering)
+    def __init__(self, name, node, tiering, settings):
+        self.owner = SequenceOwner(MyEngine(), name=name, node=node, tiering=tiering)
+
+RayCluster.start(settings, worker=MyWorker)
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from actors.names import ClusterName
 from tiered_cache.config import WorkerSettings
 from tiered_cache.engines.base import FrameName
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import Identity
-from tiered_cache.service.build import build_engine
+from tiered_cache.service.local import reference_worker
 from tiered_cache.service.messages import (
     Bid,
     Parcel,
@@ -30,6 +30,7 @@ from tiered_cache.service.messages import (
     RunResult,
     SequenceRef,
     Suspension,
+    TieringPort,
 )
 from tiered_cache.service.owner import SequenceOwner
 
@@ -91,9 +92,7 @@ class OwnerMethods:
 
     @_in_group("control")
     def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]:
-        """What the sequences here are of."""
-        del deadline_s
-        return self.owner.engine.identity, self.owner.engine.geometry
+        return self.owner.describe(deadline_s=deadline_s)
 
     @_in_group("control")
     def peak_rss_bytes(self, *, deadline_s: float) -> int:
@@ -105,5 +104,5 @@ class OwnerMethods:
 class SequenceActor(OwnerMethods):
     """A worker with an engine that the settings name. `actors.cluster` makes a Ray actor of it."""
 
-    def __init__(self, name: str, node: str, cluster: ClusterName, settings: WorkerSettings) -> None:
-        self.owner = SequenceOwner(build_engine(settings), name=name, node=node, tiering=cluster.tiering)
+    def __init__(self, name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings) -> None:
+        self.owner = reference_worker(name, node, tiering, settings)

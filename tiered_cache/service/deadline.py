@@ -10,6 +10,7 @@ from tiered_cache.errors import DeadlineError
 
 Clock = Callable[[], float]
 """Seconds, never going backwards."""
+LAST_STEP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,7 @@ class Deadline:
         if left <= 0:
             raise DeadlineError(f"{what}: the deadline passed {-left:.3f} s ago")
         return left
+
+    def last_step_s(self, limit_s: float) -> float:
+        """Seconds for a step that tidies up, and is tried even when no time is left for anything else."""
+        return min(limit_s, max(LAST_STEP_S, self.at_s - self.clock()))

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import ParamSpec, Protocol, Self, TypeVar
 
-from tiered_cache.config import ClusterSettings
+from tiered_cache.config import ClusterSettings, WorkerSettings
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import Identity
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import build_cache, build_engine
 from tiered_cache.service.deadline import Clock
 from tiered_cache.service.messages import (
+    OwnerPort,
     Prompt,
     Restored,
     RunResult,
@@ -26,11 +28,32 @@ from tiered_cache.service.messages import (
     SpillOffer,
     SpillResult,
     Ticket,
+    TieringPort,
 )
 from tiered_cache.service.owner import SequenceOwner
 from tiered_cache.service.router import Placement, RestoreRouter, RouterSettings
 from tiered_cache.service.tiering import TieringService
 from tiered_cache.tiers.base import Durability
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+DESCRIBE_S = 60.0
+"""How long a worker may take to say what it is: a real engine loads its model first."""
+
+
+class InlineExecutor(Executor):
+    """Runs what is submitted at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        future: Future[_T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        return future
 
 
 class WorkerPort(Protocol):
@@ -53,15 +76,20 @@ class WorkerFactory(Protocol):
     """
 
     def __call__(
-        self, name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings
+        self, name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings, /
     ) -> Worker: ...
 
 
 def reference_worker(
-    name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings
+    name: str,
+    node: str,
+    tiering: Callable[[str], TieringPort],
+    settings: WorkerSettings,
+    *,
+    clock: Clock = time.monotonic,
 ) -> SequenceOwner:
     """A worker with the engine that the settings name."""
-    return SequenceOwner(build_engine(settings), name=name, node=node, tiering=tiering)
+    return SequenceOwner(build_engine(settings), name=name, node=node, tiering=tiering, clock=clock)
 
 
 class RouterPort(Protocol):
@@ -112,20 +140,22 @@ class LocalCluster:
     def __init__(
         self,
         settings: ClusterSettings,
-        worker: WorkerFactory = reference_worker,
+        worker: WorkerFactory | None = None,
         *,
         router: RouterSettings | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
-        self.cache = build_cache(settings.tiers, self._executor, clock=clock)
-        self.tiering = TieringService(self.cache, node=self.NODE, owners=lambda name: self.workers[name], clock=clock)
-        self.tierings = {self.NODE: self.tiering}
-        self.workers: dict[str, Worker] = {
-            name: worker(name, self.NODE, self.tierings.__getitem__, settings.worker)
+        self.tierings: dict[str, TieringService] = {}
+        make = worker or partial(reference_worker, clock=clock)
+        self.workers = {
+            name: make(name, self.NODE, self.tierings.__getitem__, settings.worker)
             for name in (f"worker-{number}" for number in range(settings.workers))
         }
-        self.identity, self.geometry = self.workers["worker-0"].describe(deadline_s=START_S)
+        self.identity, self.geometry = self.workers["worker-0"].describe(deadline_s=DESCRIBE_S)
+        self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
+        self.cache = build_cache(settings.tiers, self._executor, clock=clock)
+        self.tiering = TieringService(self.cache, node=self.NODE, owners=self.workers.__getitem__, clock=clock)
+        self.tierings[self.NODE] = self.tiering
         self.namespace = self.cache.register(self.identity, self.geometry)
         self.router = RestoreRouter(self.workers, self.tierings, InlineExecutor(), settings=router, clock=clock)
 

@@ -176,7 +176,7 @@ class RunResult:
     source: SequenceRef
     offer: SpillOffer
     marks: tuple[StateMark, ...]
-    """One for each checkpoint of the offer."""
+    """One for each checkpoint that this run has taken."""
     skipped: tuple[int, ...] = ()
     """Token counts at which no staging slot was free."""
 
@@ -204,6 +204,7 @@ class Suspension:
 class OwnerPort(Protocol):
     """A sequence owner as routers and tiering services see it. `deadline_s` counts from the call."""
 
+    def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]: ...
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid: ...
     def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int: ...
     def cancel(self, lease: int, *, deadline_s: float) -> None: ...

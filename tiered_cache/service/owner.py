@@ -24,14 +24,15 @@ from tiered_cache.engines.base import ComputingEngine, Engine, FrameName
 from tiered_cache.errors import (
     CapacityError,
     ConfigError,
+    DeadlineError,
     FrameNotFoundError,
     IdentityError,
     MissReason,
     PositionError,
     StaleError,
-    TieredCacheError,
 )
-from tiered_cache.identity import CHECKPOINT, PrefixChain, Tokens, namespace_of
+from tiered_cache.geometry import Geometry
+from tiered_cache.identity import CHECKPOINT, Identity, PrefixChain, Tokens, namespace_of
 from tiered_cache.service.deadline import Clock, Deadline
 from tiered_cache.service.messages import (
     Bid,
@@ -52,6 +53,8 @@ from tiered_cache.service.messages import (
 
 FETCH_BYTES_MAX = 256 << 20
 """How much one call for stored frames may bring; a longer state comes in several."""
+WAIT_S = 30.0
+"""How long a call without a deadline of its own waits for a sequence that is in use."""
 
 
 @dataclass(slots=True)
@@ -71,7 +74,6 @@ class _Tracked:
 @dataclass(frozen=True, slots=True)
 class _Lease:
     reservation: int
-    tokens: int
     expires_s: float
 
 
@@ -101,6 +103,11 @@ class SequenceOwner:
         self._leases: dict[int, _Lease] = {}
         self._counter = 0
 
+    def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]:
+        """What the sequences here are of."""
+        del deadline_s
+        return self.engine.identity, self.engine.geometry
+
     # Room
 
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
@@ -125,7 +132,7 @@ class SequenceOwner:
         reservation = self.engine.reserve(tokens)
         with self._lock:
             self._counter += 1
-            self._leases[self._counter] = _Lease(reservation, tokens, self._clock() + lease_s)
+            self._leases[self._counter] = _Lease(reservation, self._clock() + lease_s)
             return self._counter
 
     def cancel(self, lease: int, *, deadline_s: float) -> None:
@@ -173,17 +180,18 @@ class SequenceOwner:
                 restoration.abort()
             self.engine.cancel(reservation)
             raise
-        if sampler_state:
-            try:
+        try:
+            if sampler_state:
                 self.engine.load_sampler_state(handle, sampler_state)
-            except TieredCacheError:
-                self.engine.release(handle)
-                raise
+            mark = self._mark(handle)
+            deadline.left_s("restore")  # who asked has given up, and would never release it
+        except BaseException:
+            self.engine.release(handle)
+            raise
         by_block = {p.key.tokens: p.lineage for p in plan.frames if p.key.group != CHECKPOINT}
         size = self.engine.geometry.block_tokens
         lineages = [by_block.get((block + 1) * size, 0) for block in range(chain.blocks)]
-        source = self._track(handle, chain, lineages)
-        return Restored(source, plan.tokens, bytes_read, self._mark(handle))
+        return Restored(self._track(handle, chain, lineages), plan.tokens, bytes_read, mark)
 
     def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:
         """A plan names frames of exactly this prefix, this namespace and this rank, or it is refused."""
@@ -230,11 +238,17 @@ class SequenceOwner:
 
     def start(self, lease: int, extra_keys: Mapping[int, tuple[bytes, ...]] | None = None) -> SequenceRef:
         """Make an empty sequence in leased room. Raises `StaleError` if the lease has run out."""
+        engine = self._computing()
+        self._drop_expired_leases()
         with self._lock:
             held = self._leases.pop(lease, None)
         if held is None:
             raise StaleError(f"lease {lease} has run out or was given back")
-        handle = self._computing().start(held.reservation)
+        try:
+            handle = engine.start(held.reservation)
+        except BaseException:
+            engine.cancel(held.reservation)
+            raise
         chain = PrefixChain(self.namespace, self.engine.geometry.block_tokens, extra_keys=extra_keys or {})
         return self._track(handle, chain, [])
 
@@ -249,10 +263,15 @@ class SequenceOwner:
     def rewind(self, source: SequenceRef, tokens: int) -> SequenceRef:
         """Note that the engine has cut the sequence back to `tokens` accepted tokens.
 
-        The epoch rises: offers and exports of before are refused. Returns the new reference.
+        The epoch rises: offers and exports of before are refused. Returns the new reference. Raises `PositionError`
+        if that is not what the engine has done.
         """
         with self._held(source) as tracked:
+            self._running(tracked)
             chain = tracked.chain
+            if not 0 <= tokens <= len(chain) or self.engine.tokens(tracked.handle) != tokens:
+                covered = self.engine.tokens(tracked.handle)
+                raise PositionError(f"a rewind from {len(chain)} to {tokens} tokens of a state that covers {covered}")
             tracked.chain = PrefixChain(chain.namespace, chain.block_tokens, chain.tokens[:tokens], chain.extra_keys)
             tracked.lineage = secrets.randbits(63) | 1
             del tracked.lineages[tracked.chain.blocks :]
@@ -279,28 +298,37 @@ class SequenceOwner:
         """Compute what is left of a prompt, staging checkpoints on the way.
 
         `place` is a restored sequence, or a lease for an empty one. Raises `PositionError` if the sequence's tokens
-        are not a prefix of the prompt, and what the engine raises; the sequence is released then.
+        are not a prefix of the prompt, `DeadlineError`, and what the engine raises; the sequence is released then.
+        Raises `StaleError`, and leaves it alone, if it is suspended or not what the caller believes it to be.
         """
         deadline = Deadline.after(deadline_s, self._clock)
+        if not len(prompt.tokens):
+            raise PositionError("a prompt of no tokens")
         source = self.start(place, prompt.extra_keys) if isinstance(place, int) else place
+        with self._held(source, deadline) as tracked:
+            self._running(tracked)
+            try:
+                return self._run(source, tracked, prompt, take_at, deadline)
+            except BaseException:
+                self.release(source, deadline_s=WAIT_S)
+                raise
+
+    def _run(
+        self, source: SequenceRef, tracked: _Tracked, prompt: Prompt, take_at: Sequence[int], deadline: Deadline
+    ) -> RunResult:
         marks, skipped = [], []
-        try:
-            with self._held(source) as tracked:
-                done = len(tracked.chain)
-                _check_is_prefix(tracked.chain, prompt)
-                end = len(prompt.tokens)
-                for stop in [*sorted({n for n in take_at if done < n < end}), end]:
-                    deadline.left_s("run")
-                    if stop > len(tracked.chain):
-                        self.extend(source, prompt.tokens[len(tracked.chain) : stop])
-                    if stop != end and not self.stage(source):
-                        skipped.append(stop)
-                    elif mark := self._mark(tracked.handle):
-                        marks.append(mark)
-                return RunResult(source, self._offer(source, tracked, private=False), tuple(marks), tuple(skipped))
-        except BaseException:
-            self.release(source, deadline_s=deadline_s)
-            raise
+        done, end = len(tracked.chain), len(prompt.tokens)
+        _check_is_prefix(tracked.chain, prompt)
+        for stop in [*sorted({n for n in take_at if done < n < end}), end]:
+            deadline.left_s("run")
+            if stop > len(tracked.chain):
+                self.extend(source, prompt.tokens[len(tracked.chain) : stop])
+            if stop != end and not self.stage(source):
+                skipped.append(stop)
+            elif mark := self._mark(tracked.handle):
+                marks.append(mark)
+        deadline.left_s("run")  # who asked has given up, and would never release it
+        return RunResult(source, self._offer(source, tracked, private=False), tuple(marks), tuple(skipped))
 
     # A sequence goes out
 
@@ -310,17 +338,16 @@ class SequenceOwner:
         Raises `StaleError` if the sequence is not what the caller believes it to be, `StateError` if the engine
         cannot give one of the frames. The sequence is as it was.
         """
-        del deadline_s
+        deadline = Deadline.after(deadline_s, self._clock)
         body = np.empty(parcel_bytes(self.engine.geometry, names), dtype=np.uint8)
-        with self._held(source) as tracked:
+        with self._held(source, deadline) as tracked:
             self.engine.export(tracked.handle, names, parcel_views(self.engine.geometry, names, body))
         return Parcel(names, body)
 
     def release(self, source: SequenceRef, *, deadline_s: float) -> None:
         """Free the sequence's device memory. Idempotent: what is gone is gone; a stale epoch is refused."""
-        del deadline_s
         try:
-            with self._held(source) as tracked:
+            with self._held(source, Deadline.after(deadline_s, self._clock)) as tracked:
                 tracked.epoch += 1
                 with self._lock:
                     self._sequences.pop(source.sequence, None)
@@ -330,8 +357,7 @@ class SequenceOwner:
 
     def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
         """Stop the sequence where it stands: until `wake` or `release` it can be exported, and nothing else."""
-        del deadline_s
-        with self._held(source) as tracked:
+        with self._held(source, Deadline.after(deadline_s, self._clock)) as tracked:
             self._running(tracked)
             offer = self._offer(source, tracked, private=True)
             state = self.engine.sampler_state(tracked.handle)
@@ -341,8 +367,7 @@ class SequenceOwner:
 
     def wake(self, source: SequenceRef, *, deadline_s: float) -> None:
         """Let a suspended sequence run on: it could not be taken off this worker."""
-        del deadline_s
-        with self._held(source) as tracked:
+        with self._held(source, Deadline.after(deadline_s, self._clock)) as tracked:
             tracked.suspended = False
 
     # Within
@@ -369,8 +394,8 @@ class SequenceOwner:
         return StateMark(engine.tokens(handle), engine.digest(handle), engine.output(handle))
 
     @contextmanager
-    def _held(self, source: SequenceRef) -> Iterator[_Tracked]:
-        """The sequence, locked, if it still is what `source` says."""
+    def _held(self, source: SequenceRef, deadline: Deadline | None = None) -> Iterator[_Tracked]:
+        """The sequence, locked, if it still is what `source` says. Raises `DeadlineError` if it is in use till then."""
         if (source.owner, source.generation) != (self.name, self.generation):
             raise StaleError(
                 f"asked as {source.owner} of generation {source.generation}, this is {self.name} of {self.generation}"
@@ -379,10 +404,14 @@ class SequenceOwner:
             tracked = self._sequences.get(source.sequence)
         if tracked is None:
             raise FrameNotFoundError(f"sequence {source.sequence} was released", self.name)
-        with tracked.lock:
+        if not tracked.lock.acquire(timeout=WAIT_S if deadline is None else deadline.left_s("sequence")):
+            raise DeadlineError(f"sequence {source.sequence} was in use until the deadline", self.name)
+        try:
             if tracked.epoch != source.epoch:
                 raise StaleError(f"sequence {source.sequence} is in epoch {tracked.epoch}, not {source.epoch}")
             yield tracked
+        finally:
+            tracked.lock.release()
 
     def _running(self, tracked: _Tracked) -> None:
         if tracked.suspended:

@@ -44,6 +44,7 @@ from tiered_cache.service.messages import (
     Restored,
     RestorePlan,
     SequenceRef,
+    SpillResult,
     Ticket,
     TieringPort,
 )
@@ -164,7 +165,7 @@ class RestoreRouter:
             try:
                 outcome = self._restore(plan, prompt, b"", capacity_tokens, bids, attempt)
             finally:
-                self._unpin_all(replies)
+                self._unpin_all(replies, attempt.deadline)
             if isinstance(outcome, Restored):
                 self._count("restores")
                 bid = self._choose(bids, outcome.source.owner)
@@ -183,7 +184,7 @@ class RestoreRouter:
         out. Raises what went wrong, `CapacityError` if the tiers declined; the sequence then runs on.
         """
         deadline = Deadline.after(deadline_s, self._clock)
-        owner, tiering = self._owners[source.owner], self._tierings[node]
+        owner, tiering = _known(self._owners, source.owner), _known(self._tierings, node)
         suspension = owner.suspend(source, deadline_s=deadline.left_s("suspend"))
         try:
             result = tiering.spill(
@@ -193,34 +194,39 @@ class RestoreRouter:
                 self._settings.suspend_pin_s,
                 deadline_s=deadline.left_s("suspend"),
             )
-            if result.plan is None:
-                why = "; ".join(why for _, why in result.declined) or "nothing was stored"
-                raise CapacityError(f"the sequence was not taken: {why}", tier=node)
-        except TieredCacheError:
-            owner.wake(source, deadline_s=self._settings.ask_s)
+            plan = _taken(result)
+        except BaseException:
+            with suppress(TieredCacheError):  # it is dead, then
+                owner.wake(source, deadline_s=deadline.last_step_s(self._settings.ask_s))
             raise
         self._count("suspends")
-        ticket = Ticket(suspension.offer.offer.namespace, suspension.prompt, result.plan, suspension.sampler_state)
-        owner.release(source, deadline_s=self._settings.ask_s)
-        return ticket
+        try:
+            owner.release(source, deadline_s=deadline.last_step_s(self._settings.ask_s))
+        except TieredCacheError:  # its state is safe; there it stays suspended, if it still is there
+            self._count("suspends.not_released")
+        return Ticket(suspension.offer.offer.namespace, suspension.prompt, plan, suspension.sampler_state)
 
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
         """Continue a suspended sequence on any worker; the ticket is used up.
 
         Raises `StaleError` if it was used before, `CapacityError` if no worker has room, `FrameNotFoundError` or
-        `FrameError` if its frames are gone or bad: its tokens can then be computed again as a new request.
+        `FrameError` if its frames are gone or bad: its tokens can then be computed again as a new request. A
+        `TierError` says nothing about the ticket: it may be good later.
         """
+        tiering = _known(self._tierings, ticket.plan.node)
         attempt = _Attempt(Deadline.after(deadline_s, self._clock))
         bids = self._bids(ticket.namespace, (), attempt)
         outcome = self._restore(ticket.plan, ticket.prompt, ticket.sampler_state, capacity_tokens, bids, attempt)
         if not isinstance(outcome, Restored):
             assert attempt.error is not None
             raise attempt.error
-        plan = ticket.plan
-        first = self._tierings[plan.node].unpin(plan.pin, plan.generation, deadline_s=attempt.deadline.left_s("resume"))
-        if not first:
-            self._owners[outcome.source.owner].release(outcome.source, deadline_s=self._settings.ask_s)
-            raise StaleError("the ticket was used before, or its time ran out", tier=plan.node)
+        try:
+            _use_up(ticket, tiering, attempt.deadline)
+        except BaseException:
+            last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
+            with suppress(TieredCacheError):
+                self._owners[outcome.source.owner].release(outcome.source, deadline_s=last_step_s)
+            raise
         self._count("resumes")
         return outcome
 
@@ -240,31 +246,35 @@ class RestoreRouter:
         bids: Sequence[Bid],
         attempt: _Attempt,
     ) -> Restored | Then:
-        """Try the workers, best first, until one has restored the plan or an error says to stop."""
+        """Try the workers, best first, until one has restored the plan or an error says to stop.
+
+        Each may take half of the time that is left, so that one which hangs leaves some for the others.
+        """
         attempt.error = CapacityError("no worker answered")
         attempt.reason = MissReason.CAPACITY
         for bid in self._ranked(bids, plan.node):
             try:
                 return self._owners[bid.owner].inject(
-                    plan, prompt, capacity_tokens, sampler_state, deadline_s=attempt.deadline.left_s("restore")
+                    plan, prompt, capacity_tokens, sampler_state, deadline_s=attempt.deadline.left_s("restore") / 2
                 )
             except TieredCacheError as error:
                 attempt.error = error
                 attempt.refusals.append((type(error).__name__, str(error)))
                 then, attempt.reason = _consequence(error)
                 self._count(f"refusals.{type(error).__name__}")
-                self._report(plan, error)
+                self._report(plan, error, attempt.deadline)
                 if then is not Then.NEXT_WORKER:
                     return then
         return Then.COMPUTE
 
-    def _report(self, plan: RestorePlan, error: TieredCacheError) -> None:
+    def _report(self, plan: RestorePlan, error: TieredCacheError, deadline: Deadline) -> None:
         """Tell the node that served a bad frame."""
         if not isinstance(error, FrameError) or isinstance(error, VersionError) or error.key is None:
             return
         with suppress(TieredCacheError):  # its next reader will find and report it again
             key = FrameKey.parse(error.key)
-            self._tierings[plan.node].report_bad(key, error.message, deadline_s=self._settings.ask_s)
+            last_step_s = deadline.last_step_s(self._settings.ask_s)
+            self._tierings[plan.node].report_bad(key, error.message, deadline_s=last_step_s)
 
     def _lease(self, namespace: bytes, capacity_tokens: int, bids: Sequence[Bid], attempt: _Attempt) -> tuple[Bid, int]:
         """Room for an empty sequence on the first worker that grants it."""
@@ -300,11 +310,12 @@ class RestoreRouter:
     ) -> dict[str, _T]:
         """Ask all at once; who does not answer in time, or cannot, is left out and counted."""
         left_s = min(self._settings.ask_s, attempt.deadline.left_s("ask"))
+        deadline = Deadline.after(left_s, self._clock)
         if len(ports) == 1:  # no need for a thread
             calls = {name: partial(question, port, left_s) for name, port in ports.items()}
         else:
             futures = {name: self._executor.submit(question, port, left_s) for name, port in ports.items()}
-            calls = {name: partial(_result, future, attempt.deadline) for name, future in futures.items()}
+            calls = {name: partial(_result, future, deadline) for name, future in futures.items()}
         answers = {}
         for name, call in calls.items():
             try:
@@ -329,12 +340,14 @@ class RestoreRouter:
             self._chosen[owner] = 1 + max(self._chosen.values(), default=0)
         return next(bid for bid in bids if bid.owner == owner)
 
-    def _unpin_all(self, replies: Mapping[str, MatchReply]) -> None:
+    def _unpin_all(self, replies: Mapping[str, MatchReply], deadline: Deadline) -> None:
         for reply in replies.values():
             if reply.plan is not None:
                 with suppress(TieredCacheError):  # the pin has a deadline of its own
                     self._tierings[reply.plan.node].unpin(
-                        reply.plan.pin, reply.plan.generation, deadline_s=self._settings.ask_s
+                        reply.plan.pin,
+                        reply.plan.generation,
+                        deadline_s=deadline.last_step_s(self._settings.ask_s),
                     )
 
     def _count(self, what: str) -> None:
@@ -349,9 +362,30 @@ def _consequence(error: TieredCacheError) -> tuple[Then, MissReason]:
     return Then.NEXT_WORKER, MissReason.REFUSED
 
 
+def _taken(result: SpillResult) -> RestorePlan:
+    """How to restore a suspended sequence from where it was spilled."""
+    if result.plan is None:
+        why = "; ".join(why for _, why in result.declined) or "nothing was stored"
+        raise CapacityError(f"the sequence was not taken: {why}")
+    return result.plan
+
+
+def _use_up(ticket: Ticket, tiering: TieringPort, deadline: Deadline) -> None:
+    plan = ticket.plan
+    if not tiering.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("resume")):
+        raise StaleError("the ticket was used before, or its time ran out", None, plan.node)
+
+
+def _known(ports: Mapping[str, _Port], name: str) -> _Port:
+    port = ports.get(name)
+    if port is None:
+        raise StaleError(f"this router knows {', '.join(sorted(ports))}, not {name}")
+    return port
+
+
 def _result(future: Future[_T], deadline: Deadline) -> _T:
     try:
-        return future.result(deadline.left_s("ask"))
+        return future.result(max(0.0, deadline.at_s - deadline.clock()))  # all were asked at once
     except FutureTimeoutError as error:
         future.cancel()
         raise DeadlineError("no answer in time") from error

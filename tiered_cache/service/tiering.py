@@ -6,12 +6,15 @@ it into its own frames before it acknowledges. Only then may the owner free devi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from tiered_cache.cache import Hit, TieredCache
 from tiered_cache.engines.base import FrameName, HostArray
-from tiered_cache.errors import MissReason
+from tiered_cache.errors import IdentityError, MissReason, StateError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.policy.base import Hints
@@ -20,16 +23,20 @@ from tiered_cache.service.messages import (
     Bytes,
     MatchReply,
     OwnerPort,
+    Parcel,
     Prompt,
     RestorePlan,
     SpillOffer,
     SpillResult,
+    parcel_bytes,
     parcel_views,
 )
 from tiered_cache.tiers.base import Durability
 
 EXPORT_BYTES_MAX = 256 << 20
 """How many raw bytes one call to an owner may bring; a larger spill comes in several."""
+SPENT_MAX = 1 << 16
+"""How many ended pins of earlier generations are remembered."""
 
 
 class TieringService:
@@ -49,6 +56,8 @@ class TieringService:
         self.generation = time.time_ns() if generation is None else generation
         self._owners = owners
         self._clock = clock
+        self._lock = threading.Lock()
+        self._spent: dict[tuple[int, int], None] = {}  # (generation, pin), the oldest first
 
     def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
         """Make an identity and geometry known on this node; returns their namespace."""
@@ -77,26 +86,26 @@ class TieringService:
     ) -> SpillResult:
         """Pull from the owner what is wanted of an offer and not here yet, and keep it.
 
-        What `kept` lists is acknowledged. Raises what the owner or a tier raised, and `DeadlineError`; then nothing
-        is acknowledged, and no room is held.
+        What `kept` lists is acknowledged. Raises what the owner or a tier raised, `StateError` for a parcel that is
+        not what was asked for, and `DeadlineError`; then nothing is acknowledged, and neither room nor pin is held.
         """
         deadline = Deadline.after(deadline_s, self._clock)
+        owner = self._owners(offer.source.owner)
+        geometry = self._known(offer, owner, deadline)
         grant = self.cache.admit(offer.offer, durability, hints)
         try:
             moved = 0
             arrays: dict[FrameKey, dict[str, HostArray]] = {}
-            geometry = self.cache.geometry_of(offer.offer.namespace)
-            if grant.keys and geometry is not None:
-                owner = self._owners(offer.source.owner)
-                for keys in _batches(grant.keys, geometry):
-                    names = tuple(FrameName(key.group, key.tokens) for key in keys)
-                    parcel = owner.export(offer.source, names, deadline_s=deadline.left_s("export"))
-                    arrays.update(zip(keys, parcel_views(geometry, names, parcel.body), strict=True))
-                    moved += parcel.body.nbytes
+            for keys in _batches(grant.keys, geometry):
+                names = tuple(FrameName(key.group, key.tokens) for key in keys)
+                parcel = owner.export(offer.source, names, deadline_s=deadline.left_s("export"))
+                arrays.update(zip(keys, _views(parcel, names, geometry), strict=True))
+                moved += parcel.body.nbytes
             deadline.left_s("spill")
             receipts = self.cache.spill(grant, arrays)
         finally:
             self.cache.abandon(grant)
+        deadline.left_s("acknowledge")
         hit = None if pin_s is None else self.cache.plan_of(offer.offer, pin_s=pin_s)
         return SpillResult(
             kept=tuple(self.cache.kept(offer.offer)),
@@ -112,15 +121,52 @@ class TieringService:
         self.cache.report_bad(key, why)
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
-        """End a pin; False if it had ended. Pins of an earlier generation died with it, and count as ended now."""
+        """End a pin; False if it had ended before.
+
+        Pins of an earlier generation died with it, without protecting anything since; each can be ended once more,
+        so that a ticket whose frames have survived on disk is still good for one sequence.
+        """
         del deadline_s
-        return generation != self.generation or self.cache.unpin(pin)
+        if generation == self.generation:
+            return self.cache.unpin(pin)
+        with self._lock:
+            if (generation, pin) in self._spent:
+                return False
+            self._spent[generation, pin] = None
+            if len(self._spent) > SPENT_MAX:
+                del self._spent[next(iter(self._spent))]
+            return True
+
+    def _known(self, offer: SpillOffer, owner: OwnerPort, deadline: Deadline) -> Geometry:
+        """The geometry of the offer's namespace; after a restart, or for a new kind of owner, from the owner itself."""
+        namespace = offer.offer.namespace
+        geometry = self.cache.geometry_of(namespace)
+        if geometry is None:
+            identity, geometry = owner.describe(deadline_s=deadline.left_s("describe"))
+            found = self.cache.register(identity, geometry)
+            if found != namespace:
+                raise IdentityError(
+                    f"{offer.source.owner} is of {found.hex()[:16]}, its offer of {namespace.hex()[:16]}"
+                )
+        return geometry
 
     def _plan(self, hit: Hit) -> RestorePlan:
         return RestorePlan(self.node, self.generation, hit.tokens, hit.frames, hit.pin or 0)
 
 
+def _views(parcel: Parcel, names: tuple[FrameName, ...], geometry: Geometry) -> list[dict[str, HostArray]]:
+    size = parcel_bytes(geometry, names)
+    if parcel.names != names or parcel.body.dtype != np.uint8 or parcel.body.shape != (size,):
+        raise StateError(
+            f"{len(names)} frames in uint8 ({size},) were asked for, and {len(parcel.names)} came in "
+            f"{parcel.body.dtype} {parcel.body.shape}"
+        )
+    return parcel_views(geometry, names, parcel.body)
+
+
 def _batches(keys: tuple[FrameKey, ...], geometry: Geometry) -> list[list[FrameKey]]:
+    if not keys:
+        return []
     batches: list[list[FrameKey]] = [[]]
     size = 0
     for key in keys:
