@@ -113,18 +113,26 @@ class Arena:
         return start, need
 
     def _extend(self, need: int, limit: int) -> Run | None:
-        """A run of memory that was never used."""
-        room = -self._top % SEGMENT_BYTES
-        skipped = room if room < need else 0  # the rest of a segment is left to smaller requests
-        if need > SEGMENT_BYTES or self._top + skipped + need > limit:
+        """A run that ends in memory that was never used, and begins with what is free just below."""
+        warm, room = self._warm_end(), -self._top % SEGMENT_BYTES
+        skipped = 0
+        if warm + room < need:  # the rest of the segment is left to smaller requests
+            warm, skipped = 0, room
+        if need > SEGMENT_BYTES or self._top + skipped + need - warm > limit:
             return None
         if skipped:
             self._top += skipped
             self._free(self._top - skipped, skipped)
         if self._top == len(self._maps) * SEGMENT_BYTES:
             self._map()
-        self._top += need
+        if warm:
+            self._forget(self._top - warm, warm)
+        self._top += need - warm
         return self._top - need, need
+
+    def _warm_end(self) -> int:
+        """How many bytes are free just below the memory that was never used, in the same segment."""
+        return self._by_end.get(self._top, 0) if self._top % SEGMENT_BYTES else 0
 
     def _map(self) -> None:
         memory = mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -140,9 +148,10 @@ class Arena:
         while need:
             run = self._take_one(need)
             if run is None:
-                cold = min(need, -self._top % SEGMENT_BYTES or SEGMENT_BYTES, max(0, limit - self._top))
+                warm = self._warm_end()
+                cold = min(need - warm, -self._top % SEGMENT_BYTES or SEGMENT_BYTES, limit - self._top)
                 cold -= cold % GRANULE_BYTES
-                run = self._extend(cold, limit) if cold else None
+                run = self._extend(warm + cold, limit) if cold > 0 else None
             if run is None and self._sizes:
                 run = self._take_one(self._sizes[-1][0])
             if run is None:
