@@ -56,7 +56,7 @@ from tiered_cache.tiers.base import (
     reason_slug,
 )
 from tiered_cache.tiers.directory import Directory, Listed
-from tiered_cache.tiers.ledger import Books, Ledger
+from tiered_cache.tiers.ledger import ORPHANS, Books, Ledger
 
 ENTRY_BYTES = 512
 """Charged for an entry's inode and name, besides its blocks."""
@@ -292,11 +292,13 @@ class DiskTier(Tier):
             for holder, fd in dead:
                 try:
                     with self._errors():
+                        left = sum(self.footprint(bytes_) for bytes_ in self._left_by(holder))
                         for listed in self._scan(f"tmp/{holder}"):
                             if not listed.is_directory:
                                 self._directory.unlink(f"tmp/{holder}/{listed.name}")
                     with self._transaction() as books:
-                        books.reserved.pop(holder, None)
+                        if books.reserved.pop(holder, None) is None:
+                            books.reserve(ORPHANS, -left)
                         self._remove_holder(holder)
                 finally:
                     self._directory.close_file(fd)
@@ -366,8 +368,7 @@ class DiskTier(Tier):
             if old is not None and self._is_alive(holder):
                 books.reserve(holder, old.reserved.get(holder, 0))
             else:
-                files = [listed for listed in self._scan(f"tmp/{holder}") if listed.links == 1]
-                books.reserve(holder, sum(self.footprint(listed.bytes) for listed in files))
+                books.reserve(ORPHANS, sum(self.footprint(bytes_) for bytes_ in self._left_by(holder)))
         return books
 
     @contextlib.contextmanager
@@ -401,6 +402,10 @@ class DiskTier(Tier):
         """Every process that has the directory open or left something in it, dead ones and this one included."""
         names = {name for part in ("holders", "tmp") for name in self._directory.names(part)}
         return sorted(name for name in names if _HOLDER.fullmatch(name))
+
+    def _left_by(self, holder: str) -> Sequence[int]:
+        """The sizes of its files that are not the second name of an entry."""
+        return [listed.bytes for listed in self._scan(f"tmp/{holder}") if listed.is_file and listed.links == 1]
 
     def _is_alive(self, holder: str) -> bool:
         try:

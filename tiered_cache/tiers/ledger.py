@@ -22,6 +22,8 @@ from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierE
 from tiered_cache.tiers.directory import Directory
 
 HOLDERS_MAX = 128
+ORPHANS = "-" * 16
+"""The holder of what dead processes left, when it was counted and not handed down in their names."""
 _MAGIC = b"tc-book1"
 _HEAD = struct.Struct("<8sII5Q")
 _CHECKED_FROM = 12
