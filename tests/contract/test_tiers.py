@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tiered_cache.testing.faults import FaultyTier
 from tiered_cache.testing.tier_suite import TierTests
 from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier, SyncPolicy
@@ -34,3 +35,10 @@ class TestDiskTierWithoutSpareFiles(TierTests):
 
     def make_tier(self, directory: Path, bytes_max: int) -> Tier:
         return DiskTier(directory, bytes_max, sync=SyncPolicy.NEVER, spare_bytes=0)
+
+
+class TestWrappedTier(TierTests):
+    """A wrapper that injects nothing changes nothing."""
+
+    def make_tier(self, directory: Path, bytes_max: int) -> Tier:
+        return FaultyTier(HostTier(bytes_max))
