@@ -131,7 +131,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         try:
             spill(Case(name, directory))
-        except Exception:
+        except Exception:  # noqa: BLE001 - the other process shows it
             (directory / name).mkdir(parents=True, exist_ok=True)
             (directory / name / "error.txt").write_text(traceback.format_exc())
 

@@ -12,8 +12,10 @@ import transformers
 from tiered_cache.errors import ConfigError
 from tiered_cache.identity import Identity
 
-_NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "_commit_hash")
-"""Fields of a configuration that say where a model came from, not what it computes."""
+_NOT_THE_MODEL = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "architectures", "_commit_hash", "dtype", "torch_dtype"}
+)
+"""Fields of a configuration that say where a model came from, not what it computes; each weight's dtype is hashed."""
 _STEP_BYTES = 1 << 24
 
 
@@ -24,8 +26,8 @@ def model_digest(model: Any) -> bytes:
     change nothing here; make a new engine then.
     """
     digest = hashlib.sha256(b"tiered-cache transformers model 1")
-    settings = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_THE_MODEL}
-    _update(digest, type(model).__name__.encode(), json.dumps(settings, sort_keys=True, default=str).encode())
+    settings = json.dumps(_settings(model.config.to_dict()), sort_keys=True, default=str)
+    _update(digest, type(model).__name__.encode(), settings.encode())
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -57,6 +59,15 @@ def identity_of(model: Any, *, static_tokens: int | None, tenant_salt: bytes, to
         tokenizer_digest=tokenizer_digest,
         tenant_salt=tenant_salt,
     )
+
+
+def _settings(document: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration, and of those within it, decides what the model computes."""
+    return {
+        str(name): _settings(value) if isinstance(value, dict) else value
+        for name, value in document.items()
+        if name not in _NOT_THE_MODEL
+    }
 
 
 def _update(digest: Any, *fields: bytes) -> None:

@@ -117,6 +117,8 @@ class LayerPlan:
     """Attribute -> the attribute whose very tensor it is."""
     required: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Settings with which alone the layer can be carried."""
+    marks: frozenset[str] = frozenset()
+    """What others write on it for themselves; not carried."""
 
     def __add__(self, other: LayerPlan) -> LayerPlan:
         return LayerPlan(
@@ -125,12 +127,13 @@ class LayerPlan:
             self.constants | other.constants,
             {**self.aliases, **other.aliases},
             {**self.required, **other.required},
+            self.marks | other.marks,
         )
 
     @property
     def attributes(self) -> frozenset[str]:
         named = {slot.attribute for slot in self.slots} | {counter.attribute for counter in self.counters}
-        return self.constants.union(named, self.aliases, self.required)
+        return self.constants.union(named, self.aliases, self.required, self.marks)
 
     @property
     def tokens_to_show_all(self) -> int:
@@ -290,7 +293,11 @@ _LAYERS: Mapping[str, _Planner] = MappingProxyType(
     }
 )
 
-_CACHE = LayerPlan(constants=frozenset({"layers", "layer_class_to_replicate"}), required={"offloading": False})
+_CACHE = LayerPlan(
+    constants=frozenset({"layers", "layer_class_to_replicate"}),
+    required={"offloading": False},
+    marks=frozenset({"_is_user_defined"}),  # `generate` notes there that the caller passed the cache
+)
 _CACHES: Mapping[str, LayerPlan] = MappingProxyType(
     {
         f"{_UTILS}.DynamicCache": _CACHE,

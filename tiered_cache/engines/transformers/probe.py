@@ -65,9 +65,9 @@ def probe(stepper: Stepper, block_tokens: int | None) -> CacheLayout:
     """The layout of the model's caches. Raises `StateError` naming what cannot be carried, `GeometryError`."""
     model = stepper.model
     before = dict(_module_state(model))
-    cache, _ = stepper.step(None, [0, 1])
+    cache, _ = stepper.step(None, [1, 0])
     tokens = 2 + max(plan.tokens_to_show_all for plan in _all_plans(cache))
-    text = np.arange(tokens + _AHEAD) % min(stepper.vocabulary, 7)
+    text = (np.arange(tokens + _AHEAD) * 5 + 3) % min(stepper.vocabulary, 89)
     layout = CacheLayout(stepper.step(None, text[:tokens])[0], tokens, block_tokens)
     left_alone = [_ahead(stepper, stepper.step(None, text[:tokens])[0], text[tokens:], step) for step in (_AHEAD, 1)]
     frozen = stepper.step(None, text[:tokens])[0]
