@@ -51,6 +51,7 @@ from tiered_cache.prefix_tree import (
     Layout,
     PrefixId,
     RemovalReason,
+    key_of,
     private_checkpoint,
 )
 from tiered_cache.tiers.base import Durability, GetRequest, PutItem, PutOutcome, Reservation, Tier, TierUsage
@@ -734,8 +735,8 @@ class TieredCache:
             ) from error
         except TieredCacheError as error:
             slot.tier.quarantine(key.path(), error.message)
-            self._count(f"frames.{slot.tier.name}.quarantined")
-            self._forget(slot, key, RemovalReason.QUARANTINED)
+            if not self._forget(slot, key, RemovalReason.QUARANTINED):  # nobody knew that it was there
+                self._count(f"frames.{slot.tier.name}.{RemovalReason.QUARANTINED}")
             return None
         return header
 
@@ -822,15 +823,16 @@ class TieredCache:
                     self._count(f"errors.{slot.tier.name}.get")
         del why
 
-    def _forget(self, slot: TierSlot, key: FrameKey, reason: RemovalReason) -> None:
-        """A verified "not there": only this removes an entry without the cache having dropped it."""
+    def _forget(self, slot: TierSlot, key: FrameKey, reason: RemovalReason) -> bool:
+        """A verified "not there": only this removes an entry without the cache having dropped it; whether one was."""
         with self._lock:
             if not self._index.remove(key, slot.tier.name, reason):
-                return
+                return False
             self._counters[f"frames.{slot.tier.name}.{reason}"] += 1
             view = self._index.view(slot.tier.name)
-            if key.group == CHECKPOINT and key.prefix not in view:
-                slot.policy.commit([], [(key.prefix, reason)], self._clock(), view)
+            if key.group == CHECKPOINT and key_of(key) not in view:
+                slot.policy.commit([], [(key_of(key), reason)], self._clock(), view)
+            return True
 
     def recover(self) -> int:
         """Rebuild the index from what the durable tiers hold, by their names alone; returns how many frames there are.

@@ -579,8 +579,9 @@ class PrefixIndex:
         if layout.carries or tokens % layout.block_tokens:
             prefix, parent = chain.prefix_hash(tokens), chain.block_hash((tokens - 1) // layout.block_tokens)
             for rank in range(layout.shards):
-                wanted = FrameName(layout.namespace, prefix, parent, CHECKPOINT, tokens, rank, private)
-                yield wanted, self._tree.find(wanted)
+                shared = FrameName(layout.namespace, prefix, parent, CHECKPOINT, tokens, rank)
+                mine = shared._replace(private=private) if private else shared
+                yield (mine, own[mine]) if mine in own else (shared, self._tree.find(shared))
 
     def _held_depth(self, chain: Chain, blocks: int, home: Holdings) -> int:
         """How many of the first `blocks` blocks a tier without holes holds for its checkpoints."""

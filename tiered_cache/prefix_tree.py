@@ -612,11 +612,11 @@ class Trial:
 
     def drop(self, prefix: PrefixId) -> int:
         """Take back a candidate or drop a checkpoint; returns the bytes that this frees."""
-        assert prefix not in self._pinned
         before = self.needed_bytes
         if prefix in self.candidates:
             self._drop_candidate(self.candidates[prefix])
             return before - self.needed_bytes
+        assert prefix not in self._pinned
         freed = sum(frame.stored[self._home.index] for _, _, frame in self.sole(prefix))
         checkpoint = self._tree.checkpoints.get(prefix)
         node = checkpoint.node if checkpoint else self._tree.nodes[prefix]
@@ -699,7 +699,7 @@ class Trial:
         checkpoint = tree.checkpoints.get(prefix)
         if checkpoint is not None:
             yield from ((checkpoint, n, f) for n, f in checkpoint.frames.items() if f.stored[tier] >= 0)
-        node: Node | None = checkpoint.node if checkpoint else tree.nodes[prefix]
+        node: Node | None = checkpoint.node if checkpoint else tree.nodes.get(prefix)
         kept = node.depth + 1 if node else 0
         while node is not None and node.depth and self._support_of(node) == 1:
             for slot, frame in enumerate(node.frames):

@@ -257,8 +257,19 @@ class SequenceOwner:
         with self._held(source) as tracked:
             self._running(tracked)
             self._computing().extend(tracked.handle, tokens)
-            tracked.chain.extend(tokens)
-            tracked.lineages += [tracked.lineage] * (tracked.chain.blocks - len(tracked.lineages))
+            self._append(tracked, tokens)
+
+    def advance(self, source: SequenceRef, tokens: Tokens) -> None:
+        """Note that the engine, which runs by itself, has accepted further tokens: uint32, shape [k].
+
+        Raises `PositionError`, and notes nothing, if its state does not end with them.
+        """
+        with self._held(source) as tracked:
+            self._running(tracked)
+            end, covered = len(tracked.chain) + len(tokens), self.engine.tokens(tracked.handle)
+            if covered != end:
+                raise PositionError(f"{len(tokens)} more tokens make {end}, and the state covers {covered}")
+            self._append(tracked, tokens)
 
     def rewind(self, source: SequenceRef, tokens: int) -> SequenceRef:
         """Note that the engine has cut the sequence back to `tokens` accepted tokens.
@@ -386,6 +397,10 @@ class SequenceOwner:
             private=private,
         )
         return SpillOffer(source, offer)
+
+    def _append(self, tracked: _Tracked, tokens: Tokens) -> None:
+        tracked.chain.extend(tokens)
+        tracked.lineages += [tracked.lineage] * (tracked.chain.blocks - len(tracked.lineages))
 
     def _mark(self, handle: int) -> StateMark | None:
         engine = self.engine
