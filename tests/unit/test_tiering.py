@@ -30,7 +30,7 @@ from tiered_cache.errors import (
 from tiered_cache.identity import CHECKPOINT, FrameKey, Tokens
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.local import LocalCluster
-from tiered_cache.service.messages import Parcel, Prompt, SequenceRef, Ticket, parcel_bytes, parcel_views
+from tiered_cache.service.messages import Parcel, Prompt, SequenceRef, StateMark, Ticket, parcel_bytes, parcel_views
 from tiered_cache.service.owner import SequenceOwner
 from tiered_cache.tiers.base import Durability, GetRequest
 from tiered_cache.tiers.disk import SyncPolicy
@@ -173,41 +173,52 @@ def test_a_suspension_that_the_tiers_cannot_take_leaves_the_sequence_running() -
         assert reserved(cluster) == 0
 
 
+def suspend_a_second_computation(
+    cluster: LocalCluster, prompt: Tokens, durability: Durability
+) -> tuple[Ticket, StateMark]:
+    """Two computations of one prefix that differ in bytes: shared frames hold the first, the ticket's the second."""
+    first = compute(cluster, prompt)
+    worker = owner_of(cluster, "worker-1")
+    assert first.placement.owner == "worker-0"
+    lease = worker.reserve(cluster.namespace, 200, 30.0, deadline_s=1)
+    second = worker.run(lease, Prompt(prompt.copy()), (), deadline_s=DEADLINE_S)
+    assert isinstance(worker.engine, ReferenceEngine)
+    mark = differ_in_last_bits(worker.engine, worker._sequences[second.source.sequence].handle)
+    cluster.tiering.spill(first.run.offer, durability, Hints(), None, deadline_s=DEADLINE_S)
+    cluster.workers["worker-0"].release(first.run.source, deadline_s=1)
+    return cluster.router.suspend(second.source, NODE, durability, deadline_s=DEADLINE_S), mark
+
+
 @pytest.mark.parametrize("durability", [HOST, DISK])
 def test_a_suspended_sequence_gets_its_own_bytes_although_another_was_first(
     durability: Durability, tmp_path: Path
 ) -> None:
-    """Two computations of one prefix that differ in bytes: shared frames hold the first, its ticket the second."""
     with start(disk_dir=tmp_path / "tiers") as cluster:
-        prompt, longer = some_tokens(40), some_tokens(48)
-        first = compute(cluster, prompt)
-        later = cluster.workers["worker-1"]
-        lease = later.reserve(cluster.namespace, 200, 30.0, deadline_s=1)
-        second = later.run(lease, Prompt(longer[:40]), (), deadline_s=DEADLINE_S)
-        assert first.placement.owner == "worker-0"
-        state = owner_of(cluster, "worker-1")._sequences[second.source.sequence]
-        engine = owner_of(cluster, "worker-1").engine
-        assert isinstance(engine, ReferenceEngine)
-        rounded = differ_in_last_bits(engine, state.handle)
-        cluster.tiering.spill(first.run.offer, durability, Hints(), None, deadline_s=DEADLINE_S)
-        ticket = cluster.router.suspend(second.source, NODE, durability, deadline_s=DEADLINE_S)
+        ticket, mark = suspend_a_second_computation(cluster, some_tokens(40), durability)
         private = [frame for frame in ticket.plan.frames if frame.key.private]
         assert {frame.key.group for frame in private} == {"rows", CHECKPOINT}
         assert len({frame.key.private for frame in private}) == 1
         for frame in ticket.plan.frames:
             assert FrameKey.parse(frame.key.path()) == frame.key
-        restored = cluster.router.resume(ticket, 200, deadline_s=DEADLINE_S)
-        assert restored.mark is not None
-        assert (restored.mark.digest, restored.mark.output) == rounded
-        assert restored.mark != never_moved(MODEL, prompt)
+        assert cluster.router.resume(ticket, 200, deadline_s=DEADLINE_S).mark == mark
+        assert mark != never_moved(MODEL, some_tokens(40))
         # what others find is still the first one's, and the private frames went with the ticket
-        assert serve(cluster, np.concatenate([prompt, some_tokens(3, seed=1)])).placement.restored_tokens == 40
+        found = compute(cluster, np.concatenate([some_tokens(40), some_tokens(3, seed=1)])).placement.restored
+        assert found is not None
+        assert found.mark == never_moved(MODEL, some_tokens(40))
         gone = cluster.tiering.fetch(tuple(frame.key for frame in private), 1 << 30, deadline_s=1)
         assert gone == [MissReason.LOST] * len(private)
 
 
-def differ_in_last_bits(engine: ReferenceEngine, handle: int) -> tuple[str, int]:
-    """Change one byte of every part of a live state; returns its digest and output now."""
+def test_private_copies_on_disk_outlive_a_restart(tmp_path: Path) -> None:
+    with start(disk_dir=tmp_path / "tiers") as cluster:
+        ticket, mark = suspend_a_second_computation(cluster, some_tokens(40), DISK)
+    with start(disk_dir=tmp_path / "tiers") as cluster:
+        assert cluster.router.resume(ticket, 200, deadline_s=DEADLINE_S).mark == mark
+
+
+def differ_in_last_bits(engine: ReferenceEngine, handle: int) -> StateMark:
+    """Change one byte of every part of a live state; returns its mark now."""
     names = [FrameName("rows", BLOCK), FrameName("rows", 2 * BLOCK), FrameName(CHECKPOINT, 40)]
     body = np.empty(parcel_bytes(engine.geometry, names), dtype=np.uint8)
     views = parcel_views(engine.geometry, names, body)
@@ -218,7 +229,7 @@ def differ_in_last_bits(engine: ReferenceEngine, handle: int) -> tuple[str, int]
     twin = changed.commit()
     engine._sequences[handle].state.release()
     engine._sequences[handle] = engine._sequences.pop(twin)
-    return engine.digest(handle), engine.output(handle)
+    return StateMark(40, engine.digest(handle), engine.output(handle))
 
 
 def with_another_low_bit(part: str, array: HostArray) -> HostArray:
@@ -235,7 +246,9 @@ def with_another_low_bit(part: str, array: HostArray) -> HostArray:
 def flip(cluster: LocalCluster, tier: str, key: FrameKey, tmp_path: Path) -> None:
     """Change one bit in the middle of a stored frame, behind the tier's back."""
     if tier == "disk":
-        (path,) = [p for p in (tmp_path / "tiers").rglob("*") if p.is_file() and p.as_posix().endswith(f"{key.path()}.blob")]
+        (path,) = [
+            p for p in (tmp_path / "tiers").rglob("*") if p.is_file() and p.as_posix().endswith(f"{key.path()}.blob")
+        ]
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2] ^= 4
         path.write_bytes(raw)
