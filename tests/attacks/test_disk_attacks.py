@@ -224,7 +224,7 @@ LEDGERS = {
     "short": b"tc-book1",
     "noise": bytes(range(256)) * 16,
     "zeros": bytes(4096),
-    "many holders": struct.pack("<8sII5Q", b"tc-book1", 0, 0, 1, 1, 1, 1, 1 << 60),
+    "many holders": struct.pack("<8sII6Q", b"tc-book1", 0, 0, 1, 1, 1, 1, 1, 1 << 60),
     "large": b"\xff" * (1 << 20),
 }
 
@@ -255,8 +255,8 @@ def test_a_removed_ledger_is_an_error_and_not_a_second_budget(tmp_path: Path) ->
 
 def test_another_versions_directory_is_refused(tmp_path: Path) -> None:
     open_tier(tmp_path / "tier").close()
-    rest = struct.pack("<I5Q", 0, 1, 2, 3, 4, 0)
-    (tmp_path / "tier/ledger").write_bytes(b"tc-book9" + struct.pack("<I", zlib.crc32(rest)) + rest)
+    rest = struct.pack("<6Q", 1, 2, 3, 4, 5, 0)
+    (tmp_path / "tier/ledger").write_bytes(b"tc-book9" + struct.pack("<II", 0, zlib.crc32(rest)) + rest)
     with pytest.raises(ConfigError, match="another version"):
         open_tier(tmp_path / "tier")
 

@@ -12,17 +12,19 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from tiered_cache.errors import ConfigError
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block
-_KEPT_MAX = 64
 _SYNC_FILE_RANGE_WRITE = 2
 
 
@@ -48,7 +50,9 @@ class Directory:
         self.root = root
         self._lock = threading.Lock()
         self._kept: dict[str, int] = {}  # open upper directories; none is closed before `close`
+        self._kept_max = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._retired: list[int] = []
+        self._lasting: tuple[str, ...] = ()
         try:
             _make_lasting_directory(root)
             self._root = os.open(root, _OPEN_DIRECTORY)
@@ -86,11 +90,11 @@ class Directory:
 
         Raises `BlockingIOError` if the name went while it was opened.
         """
-        with self._at(name) as (directory, leaf):
-            fd = os.open(leaf, os.O_RDONLY | _OPEN_FILE, dir_fd=directory)
+        with self._at(name) as at:
+            fd = os.open(at.leaf, os.O_RDONLY | _OPEN_FILE, dir_fd=at.fd)
             with _closed_on_error(fd):
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                mine, named = os.fstat(fd), os.stat(leaf, dir_fd=directory, follow_symlinks=False)
+                mine, named = os.fstat(fd), os.stat(at.leaf, dir_fd=at.fd, follow_symlinks=False)
                 _check_regular(mine, name)
                 if mine.st_ino != named.st_ino:
                     raise BlockingIOError(errno.EAGAIN, "the name went to another file", name)
@@ -155,35 +159,39 @@ class Directory:
 
     def link(self, old: str, new: str) -> None:
         """A second name for a file; raises `FileExistsError`, and changes nothing, if `new` is there."""
-        with self._at(old) as (old_fd, old_leaf), self._at(new) as (new_fd, new_leaf):
-            os.link(old_leaf, new_leaf, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
+        with self._at(old) as source, self._at(new) as target:
+            os.link(source.leaf, target.leaf, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
 
     def rename(self, old: str, new: str) -> None:
-        with self._at(old) as (old_fd, old_leaf), self._at(new) as (new_fd, new_leaf):
-            os.rename(old_leaf, new_leaf, src_dir_fd=old_fd, dst_dir_fd=new_fd)
+        with self._at(old) as source, self._at(new) as target:
+            os.rename(source.leaf, target.leaf, src_dir_fd=source.fd, dst_dir_fd=target.fd)
 
     def unlink(self, name: str) -> None:
-        with self._at(name) as (fd, leaf):
-            os.unlink(leaf, dir_fd=fd)
+        with self._at(name) as at:
+            os.unlink(at.leaf, dir_fd=at.fd)
 
     def make_directory(self, name: str) -> None:
         """Create a directory; one that is there is good if `open_directory` would open it."""
-        with self._at(name) as (fd, leaf), contextlib.suppress(FileExistsError):
-            os.mkdir(leaf, 0o700, dir_fd=fd)
+        with self._at(name) as at, contextlib.suppress(FileExistsError):
+            os.mkdir(at.leaf, 0o700, dir_fd=at.fd)
+
+    def is_open(self, name: str) -> bool:
+        """Whether the directory is kept open, so that it was there and is, unless somebody removes it by hand."""
+        return name in self._kept
 
     def remove_directory(self, name: str) -> None:
-        with self._at(name) as (fd, leaf):
-            os.rmdir(leaf, dir_fd=fd)
+        with self._at(name) as at:
+            os.rmdir(at.leaf, dir_fd=at.fd)
 
     def sync_directory(self, name: str) -> None:
         """The names in the directory are on stable storage afterwards; '' is the root."""
-        with self._at(f"{name}/." if name else ".") as (fd, _):
-            os.fsync(fd)
+        with self._at(f"{name}/." if name else ".") as at:
+            os.fsync(at.fd)
 
     def scan(self, name: str) -> Sequence[Listed]:
         """What is in a directory; names that come or go meanwhile may be missed."""
         listed = []
-        with self._at(f"{name}/.") as (fd, _), os.scandir(fd) as entries:
+        with self._at(f"{name}/.") as at, os.scandir(at.fd) as entries:
             for entry in entries:
                 bytes_ = links = 0
                 if is_file := entry.is_file(follow_symlinks=False):
@@ -196,12 +204,12 @@ class Directory:
         return listed
 
     def names(self, name: str) -> Sequence[str]:
-        with self._at(f"{name}/.") as (fd, _), os.scandir(fd) as entries:
+        with self._at(f"{name}/.") as at, os.scandir(at.fd) as entries:
             return [entry.name for entry in entries]
 
     def stat(self, name: str) -> os.stat_result:
-        with self._at(name) as (fd, leaf):
-            return os.stat(leaf, dir_fd=fd, follow_symlinks=False)
+        with self._at(name) as at:
+            return os.stat(at.leaf, dir_fd=at.fd, follow_symlinks=False)
 
     # The whole
 
@@ -215,46 +223,65 @@ class Directory:
         full = status.f_files > 0 and status.f_favail == 0
         return 0 if full else status.f_bavail * status.f_frsize
 
-    def forget_directories(self) -> None:
-        """Open directories anew: somebody removed one by hand."""
+    def keep_open(self, *prefixes: str) -> None:
+        """Keep directories open whose names begin so: they do not go, unless somebody removes them by hand."""
+        self._lasting += prefixes
+
+    def forget(self, name: str) -> None:
+        """Open a directory and those above it anew: somebody may have removed one by hand."""
         with self._lock:
-            self._retired += self._kept.values()  # other threads may be using them
-            self._kept = {}
+            parts = name.split("/")
+            for depth in range(1, len(parts) + 1):
+                fd = self._kept.pop("/".join(parts[:depth]), None)
+                if fd is not None:
+                    self._retired.append(fd)  # other threads may be using it
 
     def close(self) -> None:
         """Nobody may be using the directory any more."""
-        self.forget_directories()
-        for fd in (*self._retired, self._root):
+        for fd in (*self._kept.values(), *self._retired, self._root):
             os.close(fd)
 
     def _open(self, name: str, flags: int) -> int:
-        with self._at(name) as (fd, leaf):
-            return os.open(leaf, flags | _OPEN_FILE, 0o600, dir_fd=fd)
+        with self._at(name) as at:
+            return os.open(at.leaf, flags | _OPEN_FILE, 0o600, dir_fd=at.fd)
 
-    @contextlib.contextmanager
-    def _at(self, name: str) -> Iterator[tuple[int, str]]:
+    def _at(self, name: str) -> _Place:
         """The open directory of a name, reached component by component, and the last component."""
         upper, _, leaf = name.rpartition("/")
         kept = self._kept.get(upper) if upper else self._root
         if kept is not None:
-            yield kept, leaf
-            return
-        with self._at(upper) as (above, component):
-            fd = os.open(component, _OPEN_DIRECTORY, dir_fd=above)
-        if upper.count("/") <= 1 and self._keep(upper, fd):
-            yield fd, leaf
-            return
-        try:
-            yield fd, leaf
-        finally:
-            os.close(fd)
+            return _Place(kept, leaf, owned=False)
+        with self._at(upper) as above:
+            fd = os.open(above.leaf, _OPEN_DIRECTORY, dir_fd=above.fd)
+        lasts = "/" not in upper or upper.startswith(self._lasting)
+        return _Place(fd, leaf, owned=not (lasts and self._keep(upper, fd)))
 
     def _keep(self, name: str, fd: int) -> bool:
         with self._lock:
-            if name in self._kept or len(self._kept) >= _KEPT_MAX:
+            if name in self._kept or len(self._kept) + len(self._retired) >= self._kept_max:
                 return False
             self._kept[name] = fd
             return True
+
+
+class _Place:
+    """An open directory, and a name in it."""
+
+    __slots__ = ("_owned", "fd", "leaf")
+
+    def __init__(self, fd: int, leaf: str, *, owned: bool) -> None:
+        self.fd = fd
+        self.leaf = leaf
+        self._owned = owned
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._owned:
+            os.close(self.fd)
 
 
 def _make_lasting_directory(path: Path) -> None:

@@ -63,7 +63,7 @@ ENTRY_BYTES = 512
 SUFFIX = ".blob"
 _HOLDER = re.compile(r"[0-9a-f]{16}")
 _SPARE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
-_SPARES_MAX = 128
+_SPARES_MAX = 4096
 _QUARANTINED = re.compile(rf"(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})")
 _SYNC_TOGETHER = 64  # files that a put keeps open before it syncs them
 _MOVE_TOGETHER = 64  # names that change under one hold of the ledger's lock
@@ -131,6 +131,7 @@ class DiskTier(Tier):
         self._holder = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._quarantine_time = 0
+        self._spares: MutableSequence[str] = []  # names in `spare`, sorted by size; only in a transaction
         self._owed = 0  # reserved bytes to give back
         self._stuck: deque[tuple[str, int]] = deque()  # files that could not be removed, and what is reserved for them
         self._foreign_files = 0
@@ -195,7 +196,7 @@ class DiskTier(Tier):
             try:
                 self._claim_spares(list(new.values()), written)
                 self._write(list(new.values()), written)
-                self._publish(written, created)
+                self._publish(new, written, created)
                 self._make_lasting([item.path for item in items], created)
             except BaseException:
                 self._take_back(created)
@@ -239,11 +240,13 @@ class DiskTier(Tier):
             there: list[bool] = []
             for first in range(0, len(paths), _MOVE_TOGETHER):
                 some = paths[first : first + _MOVE_TOGETHER]
-                moved, error = self._move_out(some)
+                moved, error = self._move_out(some, to_spare=self.sync is SyncPolicy.NEVER)
                 self._recycle(moved)
                 if error is not None:
                     raise self._translated(error) from error
-                there += [moved.pop(path, None) is not None for path in some]
+                for path in some:
+                    there.append(path in moved)
+                    moved.pop(path, None)
             return there
 
     def quarantine(self, path: str, reason: str) -> bool:
@@ -364,6 +367,7 @@ class DiskTier(Tier):
         for listed in self._scan("spare"):
             if _SPARE.fullmatch(listed.name):
                 books.bytes_spare += self.footprint(listed.bytes)
+                books.spare_files += 1
         for holder in self._holders():
             if old is not None and self._is_alive(holder):
                 books.reserve(holder, old.reserved.get(holder, 0))
@@ -387,15 +391,15 @@ class DiskTier(Tier):
                         self._directory.unlink(f"spare/{listed.name}")
                 for part in ("entries", "quarantine"):
                     self._prune(part)
-                self._directory.forget_directories()
                 if books.counted:
-                    books.bytes_spare = 0
+                    books.bytes_spare = books.spare_files = 0
                 else:
                     books.become(self._count(None))
             fd = self._directory.open_shared(f"holders/{self._holder}")
             locked = self._directory.try_lock(fd)
             assert locked, "a random name is nobody else's"
             self._directory.make_directory(f"tmp/{self._holder}")
+            self._directory.keep_open("entries/", f"tmp/{self._holder}")
             return fd
 
     def _holders(self) -> Sequence[str]:
@@ -477,7 +481,7 @@ class DiskTier(Tier):
             if written:
                 left[0] = left[0][written:]
 
-    def _publish(self, written: dict[str, str], created: set[str]) -> None:
+    def _publish(self, items: dict[str, PutItem], written: dict[str, str], created: set[str]) -> None:
         """Give the files their names, as far as these are free; `created` gets the paths."""
         paths = list(written)
         with self._errors():
@@ -495,10 +499,9 @@ class DiskTier(Tier):
                     for path in linked:
                         self._directory.unlink(_entry_name(path))
                 else:
-                    for path in linked:
-                        bytes_ = self.footprint(self._directory.stat(_entry_name(path)).st_size)
-                        books.bytes_used += bytes_
-                        books.reserve(self._holder, -bytes_)
+                    bytes_ = sum(self.footprint(items[path].bytes) for path in linked)
+                    books.bytes_used += bytes_
+                    books.reserve(self._holder, -bytes_)
                     books.entries += len(linked)
             if failure is not None:
                 raise self._translated(failure) from failure
@@ -512,7 +515,7 @@ class DiskTier(Tier):
                 raise OSError(errno.EISDIR, "something that is not an entry is in its place") from None
             return False
         except FileNotFoundError:
-            self._look_again()
+            self._look_again(_parent_of(path))
             self._make_directories(_parent_of(path))
             self._directory.link(temporary, _entry_name(path))
         return True
@@ -543,11 +546,11 @@ class DiskTier(Tier):
     def _take_back(self, created: set[str]) -> None:
         """Undo what a failed put has published; `created` keeps what could not be removed."""
         try:
-            moved, _ = self._move_out(created)
+            moved, _ = self._move_out(created, to_spare=False)
         except TierError:  # the ledger cannot be had
             moved = {}
         for path, file in moved.items():
-            if not self._unlink(file.name, self.footprint(file.bytes)):
+            if file is not None and not self._unlink(file.name, self.footprint(file.bytes)):
                 created.discard(path)
         if created:
             _log.warning("tier %s: %d entries of a put that failed stay", self.name, len(created))
@@ -560,64 +563,87 @@ class DiskTier(Tier):
         A claimed file is not larger than its item, so that it is covered by the item's reservation.
         """
         with self._transaction(moves_files=True) as books:
-            if not books.bytes_spare:
+            if not books.spare_files:
                 return
-            spares = self._spares()
             new_bytes = 0
             for item in items:
                 bytes_ = item.bytes
                 new_bytes += self.footprint(bytes_)
-                index = bisect.bisect_right(spares, (bytes_, "~")) - 1
-                if index < 0 or spares[index][0] < bytes_ // 2:
-                    continue
-                spare_bytes, name = spares.pop(index)
-                written[item.path] = self._move(name)
-                new_bytes -= self.footprint(spare_bytes)
-                books.bytes_spare -= min(books.bytes_spare, self.footprint(spare_bytes))
+                claimed = self._take_spare(books, bytes_ // 2, bytes_)
+                if claimed is not None:
+                    written[item.path] = claimed.name
+                    new_bytes -= self.footprint(claimed.bytes)
             if new_bytes > self._directory.bytes_free():
                 self._drop_spares(books, 0)
             self._drop_spares(books, max(0, self._bytes_max - books.bytes_promised))
 
-    def _keep_spares(self, moved: Sequence[_Moved]) -> Sequence[_Moved]:
-        """Make spare files of moved ones, as far as the bounds allow; the others."""
-        others: deque[_Moved] = deque(moved)
-        with self._transaction(moves_files=True) as books:
-            for _ in range(min(len(moved), _SPARES_MAX - len(self._directory.names("spare")))):
-                bytes_ = self.footprint(others[0].bytes)
-                if books.bytes_spare + bytes_ > self._spare_bytes:
-                    break
-                file = others.popleft()
-                self._directory.rename(file.name, f"spare/{file.bytes:016x}-{secrets.token_hex(8)}")
-                books.bytes_spare += bytes_
-                books.reserve(self._holder, -bytes_)
-        return others
+    def _take_spare(self, books: Books, bytes_min: int, bytes_max: int) -> _Moved | None:
+        """Move the largest spare file within the bounds under `tmp`."""
+        if len(self._spares) != books.spare_files:
+            self._list_spares(books)
+        for _ in range(2):
+            index = bisect.bisect_right(self._spares, f"{bytes_max:016x}~") - 1
+            if index < 0 or _spare_bytes(self._spares[index]) < bytes_min:
+                return None
+            name = self._spares.pop(index)
+            try:
+                claimed = _Moved(self._move(f"spare/{name}"), _spare_bytes(name))
+            except FileNotFoundError:  # another process took it
+                self._list_spares(books)
+                continue
+            books.spare_files -= 1
+            books.bytes_spare -= min(books.bytes_spare, self.footprint(claimed.bytes))
+            return claimed
+        return None
+
+    def _keep_spare(self, books: Books, name: str, bytes_: int) -> bool:
+        """Make a spare file of one that is not counted, if the bounds allow."""
+        if (
+            not bytes_
+            or books.spare_files >= _SPARES_MAX
+            or books.bytes_spare + self.footprint(bytes_) > self._spare_bytes
+        ):
+            return False
+        spare = f"{bytes_:016x}-{secrets.token_hex(8)}"
+        self._directory.rename(name, f"spare/{spare}")
+        bisect.insort(self._spares, spare)
+        books.spare_files += 1
+        books.bytes_spare += self.footprint(bytes_)
+        return True
 
     def _drop_spares(self, books: Books, bytes_max: int) -> None:
-        spares = self._spares() if books.bytes_spare > bytes_max else []
-        while spares and books.bytes_spare > bytes_max:
-            bytes_, name = spares.pop()
-            self._directory.unlink(name)
-            books.bytes_spare -= min(books.bytes_spare, self.footprint(bytes_))
+        if books.bytes_spare > bytes_max:
+            self._list_spares(books)
+        while books.bytes_spare > bytes_max and self._spares:
+            name = self._spares.pop()
+            self._directory.unlink(f"spare/{name}")
+            books.spare_files -= 1
+            books.bytes_spare -= min(books.bytes_spare, self.footprint(_spare_bytes(name)))
 
-    def _spares(self) -> MutableSequence[tuple[int, str]]:
-        """(bytes, name) of every spare file, the smallest first."""
-        names = (name for name in self._directory.names("spare") if _SPARE.fullmatch(name))
-        return sorted((int(name[:16], 16), f"spare/{name}") for name in names)
+    def _list_spares(self, books: Books) -> None:
+        self._spares = sorted(filter(_SPARE.fullmatch, self._directory.names("spare")))
+        books.spare_files = len(self._spares)
+        if not self._spares:
+            books.bytes_spare = 0
 
     # Removing
 
-    def _move_out(self, paths: Iterable[str]) -> tuple[dict[str, _Moved], OSError | None]:
-        """Move entries under `tmp`, where they are reserved, up to the first error; by path."""
-        moved: dict[str, _Moved] = {}
+    def _move_out(self, paths: Iterable[str], *, to_spare: bool) -> tuple[dict[str, _Moved | None], OSError | None]:
+        """Move entries under `tmp`, where they are reserved, or to the spare files (None), up to the first error."""
+        moved: dict[str, _Moved | None] = {}
         with self._transaction(moves_files=True) as books:
             try:
                 for path in paths:
                     bytes_ = self._size(path) if is_path(path) else None
-                    if bytes_ is not None:
+                    if bytes_ is None:
+                        continue
+                    if to_spare and self._keep_spare(books, _entry_name(path), bytes_):
+                        moved[path] = None
+                    else:
                         moved[path] = _Moved(self._move(_entry_name(path)), bytes_)
-                        books.entries -= 1
-                        books.bytes_used -= self.footprint(bytes_)
                         books.reserve(self._holder, self.footprint(bytes_))
+                    books.entries -= 1
+                    books.bytes_used -= self.footprint(bytes_)
             except OSError as error:
                 return moved, error
         return moved, None
@@ -635,16 +661,18 @@ class DiskTier(Tier):
             books.reserve(self._holder, self.footprint(entry.bytes))
         return dropped
 
-    def _recycle(self, moved: dict[str, _Moved]) -> None:
+    def _recycle(self, moved: dict[str, _Moved | None]) -> None:
         """Keep moved entries as spare files, or remove them; nothing of them is reserved then."""
-        files: Sequence[_Moved] = [*moved.values()]
+        files = deque(file for file in moved.values() if file is not None)
         try:
-            if files and self._spare_bytes:
-                if self.sync is not SyncPolicy.NEVER:  # or a power cut could bring a name back with another's bytes
-                    with self._errors():
-                        for parent in {_parent_of(path) for path in moved}:
-                            self._directory.sync_directory(parent)
-                files = self._keep_spares(files)
+            # Without this sync a power cut could bring an entry's name back with another's bytes.
+            if files and self._spare_bytes and self.sync is not SyncPolicy.NEVER:
+                with self._errors():
+                    for parent in {_parent_of(path) for path in moved}:
+                        self._directory.sync_directory(parent)
+                with self._transaction(moves_files=True) as books:
+                    while files and self._keep_spare(books, files[0].name, files[0].bytes):
+                        books.reserve(self._holder, -self.footprint(files.popleft().bytes))
         finally:
             self._remove(files)
 
@@ -744,19 +772,21 @@ class DiskTier(Tier):
 
     def _make_directories(self, name: str) -> None:
         """Create a directory and those above it."""
+        if self._directory.is_open(name):
+            return
         parts = name.split("/")
         above = ["/".join(parts[:depth]) for depth in range(2, len(parts) + 1)]
         try:
             for directory in above:
                 self._directory.make_directory(directory)
         except FileNotFoundError:  # one that we have open is gone
-            self._look_again()
+            self._look_again(name)
             for directory in above:
                 self._directory.make_directory(directory)
 
-    def _look_again(self) -> None:
-        """Somebody removed directories by hand: what is known of them is out of date."""
-        self._directory.forget_directories()
+    def _look_again(self, name: str) -> None:
+        """Somebody removed a directory or one above it by hand: what is known of them is out of date."""
+        self._directory.forget(name)
         self._lasting_directories.clear()
 
     def _walk(self, top: str, prefix: str = "", below: str = "", depth: int = 1) -> Iterator[tuple[str, Listed]]:
@@ -816,6 +846,10 @@ class DiskTier(Tier):
 
 def _entry_name(path: str) -> str:
     return f"entries/{path}{SUFFIX}"
+
+
+def _spare_bytes(name: str) -> int:
+    return int(name[:16], 16)
 
 
 def _parent_of(path: str) -> str:

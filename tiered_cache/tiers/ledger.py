@@ -4,8 +4,8 @@ A transaction takes the lock, reads the page, changes the numbers and writes the
 killed lets go of the lock; if it was in the middle of moving files, the page says so, and the next transaction counts
 anew. The page is a cache of what the directory holds and is never synced.
 
-    page = magic [8] | crc32 of what follows u32 | moving u32 | used u64 | quarantined u64 | spare u64 | entries u64
-           | holders u64 | holders x (id [16], reserved u64)                            all little-endian
+    page = magic [8] | moving u32 | crc32 of what follows u32 | used u64 | quarantined u64 | spare u64 | entries u64
+           | spare files u64 | holders u64 | holders x (id [16], reserved u64)          all little-endian
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierError
 from tiered_cache.tiers.directory import Directory
@@ -25,8 +25,9 @@ HOLDERS_MAX = 128
 ORPHANS = "-" * 16
 """The holder of what dead processes left, when it was counted and not handed down in their names."""
 _MAGIC = b"tc-book1"
-_HEAD = struct.Struct("<8sII5Q")
-_CHECKED_FROM = 12
+_HEAD = struct.Struct("<8sII6Q")
+_MOVING = (8, (1).to_bytes(4, "little"))
+_CHECKED_FROM = 16
 _HOLDER = struct.Struct("<16sQ")
 _PAGE_BYTES_MAX = _HEAD.size + HOLDERS_MAX * _HOLDER.size  # one page of the system: a killed process does not tear it
 _POLL_FIRST_S = 0.0002
@@ -42,6 +43,7 @@ class Books:
     bytes_spare: int = 0
     """In files that wait for their next use. Free, as far as `reserve` goes; gone before others are written."""
     entries: int = 0
+    spare_files: int = 0
     reserved: dict[str, int] = field(default_factory=dict)
     """Per holder (16 hex digits): its reservations, with its temporary files."""
     counted: bool = False
@@ -56,8 +58,8 @@ class Books:
         return self.bytes_used + self.bytes_quarantined + self.bytes_reserved
 
     def become(self, other: Books) -> None:
-        self.bytes_used, self.bytes_quarantined = other.bytes_used, other.bytes_quarantined
-        self.bytes_spare, self.entries, self.reserved = other.bytes_spare, other.entries, other.reserved
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     def reserve(self, holder: str, bytes_: int) -> None:
         """Add to what a holder has reserved, or take away from it; a holder with nothing is left out."""
@@ -97,13 +99,13 @@ class Ledger:
             self._lock_file(deadline_s)
             try:
                 books = self._read()
-                before = _encode(books, moving=False)
+                before = b"" if moves_files or books.counted else _encode(books)
                 if moves_files:
-                    self._write(_encode(books, moving=True))
+                    self._write(_MOVING[1], _MOVING[0])
                 yield books
-                after = _encode(books, moving=False)
-                if moves_files or books.counted or after != before:
-                    self._write(after)
+                after = _encode(books)
+                if after != before:
+                    self._write(after, 0)
             finally:
                 self._directory.unlock(self._fd)
         finally:
@@ -132,18 +134,18 @@ class Ledger:
             books.counted = True
         return books
 
-    def _write(self, page: bytes) -> None:
-        written = self._directory.write(self._fd, [memoryview(page)], 0)
+    def _write(self, page: bytes, offset: int) -> None:
+        written = self._directory.write(self._fd, [memoryview(page)], offset)
         if written != len(page):
             raise TierError(f"{written} of the ledger's {len(page)} bytes were written")
 
 
-def _encode(books: Books, *, moving: bool) -> bytes:
-    numbers = (books.bytes_used, books.bytes_quarantined, books.bytes_spare, books.entries, len(books.reserved))
-    page = bytearray(_HEAD.pack(_MAGIC, 0, moving, *numbers))
+def _encode(books: Books) -> bytes:
+    numbers = (books.bytes_used, books.bytes_quarantined, books.bytes_spare, books.entries, books.spare_files)
+    page = bytearray(_HEAD.pack(_MAGIC, 0, 0, *numbers, len(books.reserved)))
     for holder, bytes_ in books.reserved.items():
         page += _HOLDER.pack(holder.encode(), bytes_)
-    struct.pack_into("<I", page, _CHECKED_FROM - 4, zlib.crc32(page[_CHECKED_FROM:]))
+    struct.pack_into("<I", page, _CHECKED_FROM - 4, zlib.crc32(memoryview(page)[_CHECKED_FROM:]))
     return bytes(page)
 
 
@@ -151,7 +153,7 @@ def _decode(page: bytes) -> tuple[Books | None, bool]:
     """The books, None if the page is torn or empty, and whether a process stopped while it was moving files."""
     if len(page) < _HEAD.size:
         return None, False
-    magic, checksum, moving, used, quarantined, spare, entries, holders = _HEAD.unpack_from(page)
+    magic, moving, checksum, used, quarantined, spare, entries, spare_files, holders = _HEAD.unpack_from(page)
     end = _HEAD.size + holders * _HOLDER.size
     if end > len(page) or checksum != zlib.crc32(page[_CHECKED_FROM:end]) or not magic.startswith(_MAGIC[:-1]):
         return None, False
@@ -161,4 +163,4 @@ def _decode(page: bytes) -> tuple[Books | None, bool]:
     for index in range(holders):
         holder, bytes_ = _HOLDER.unpack_from(page, _HEAD.size + index * _HOLDER.size)
         reserved[holder.decode("ascii", "replace")] = bytes_
-    return Books(used, quarantined, spare, entries, reserved), bool(moving)
+    return Books(used, quarantined, spare, entries, spare_files, reserved), bool(moving)
