@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -35,7 +36,7 @@ from tiered_cache.frame import FrameHeader
 from tiered_cache.replay.driver import Progress as ReplayProgress
 from tiered_cache.replay.driver import ReplayResult, ReplaySettings
 from tiered_cache.replay.driver import replay as run_replay
-from tiered_cache.replay.traces import SAMPLE_PATH, Trace
+from tiered_cache.replay.traces import REQUESTS_MAX, SAMPLE_PATH, Trace
 from tiered_cache.service.local import Cluster, LocalCluster
 from tiered_cache.tiers.disk import SyncPolicy
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = app(None if arguments is None else list(arguments), standalone_mode=False)
     except _UsageError as error:
         return _tell(error.format_message(), BAD_INPUT)  # type: ignore[attr-defined]
-    except (TieredCacheError, OSError) as error:
+    except (TieredCacheError, OSError, MemoryError) as error:
         return _tell(_what(error), BAD_INPUT)
     except _Stopped as error:
         return _tell("interrupted", 128 + error.signal)
@@ -89,7 +90,7 @@ def replay(
         Path | None,
         typer.Argument(help="Request trace, JSON lines, plain or gzip; the bundled sample if left out."),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many requests.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Stop after so many requests.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="How many workers own sequences.")] = 2,
     ray: Annotated[
         str, typer.Option(help="`local`: an embedded Ray; `auto` or an address: a running one; `none`: this process.")
@@ -104,7 +105,7 @@ def replay(
         int | None, typer.Option(min=1, help="Tokens of one block of the trace, if neither name nor format tell.")
     ] = None,
     worker_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Room for sequences on each worker.")] = "256MiB",
-    host_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Budget of a node's host memory tier.")] = "160MiB",
+    host_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Budget of a node's host memory tier.")] = "128MiB",
     disk_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Budget of a node's disk tier; 0 for none.")
     ] = "256MiB",
@@ -193,12 +194,12 @@ def inspect(path: Annotated[Path, typer.Argument(metavar="FRAME", help="A frame'
 
     Exit status 0 if the header is sound and the file as long as it says, 1 if it has another length, 2 for bad input.
     """
-    try:
+    with _naming(str(path)):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+            raise ConfigError("not a regular file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = frame.read_header(file.read(frame.HEADER_BYTES_MAX))
-    except TieredCacheError as error:
-        raise ConfigError(f"{path}: {error.message}") from error
     console = Console()
     console.print(_header_table(header))
     console.print(_sections_table(header))
@@ -261,12 +262,12 @@ def _disk_directory(disk_bytes: int, parent: Path | None, keep: Path | None) -> 
 
 
 @contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Say which option an `OSError` is about."""
+def _naming(what: str) -> Iterator[None]:
+    """Say which option or file it is that cannot be used. A `ValueError` is a name with a NUL, or a bad frame."""
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _size(option: str, text: str) -> int:
@@ -420,10 +421,12 @@ def _tell(message: str, status: int) -> int:
     return status
 
 
-def _what(error: TieredCacheError | OSError) -> str:
-    if isinstance(error, TieredCacheError) or error.filename is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
+def _what(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 class _Stopped(BaseException):

@@ -374,7 +374,10 @@ class _Replay:
         self._sums["mismatches"] += 1
         frames = _frames_of(self._cluster.geometry, self._cluster.namespace, prefix)
         mismatch = Mismatch(request.index, len(prefix), worker, expected, found, frames)
-        _log.error("not the state that was spilled: %s", mismatch)
+        _log.error(
+            "request %d: %s restored %d tokens to another state than the one that was spilled, from %d frames up to %s",
+            *(request.index, worker, len(prefix), len(frames), frames[-1]),
+        )
         if len(self._mismatched) < MISMATCHES_SHOWN_MAX:
             self._mismatched.append(mismatch)
         return False
