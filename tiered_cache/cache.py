@@ -2,27 +2,28 @@
 
 A spill is `admit` (what is wanted, and room for it), then `spill` (keep it, acknowledge it), or `abandon`. A restore is
 `match` (the longest restorable prefix, pinned) and `fetch`. Under pressure the policy of a tier names checkpoints to
-drop; they are written to the tier below, verified there, and only then dropped above: a frame is never in neither
+drop; they are written to the tier below, read back there, and only then dropped above: a frame is never in neither
 place. What a policy is asked about is the checkpoint; which frames that means is the index's arithmetic.
 
-Threads: any. One lock guards index and policies; it is never held while bytes are read, written, encoded or hashed.
-What is on its way into a tier is claimed in the index, so that no one drops the prefix under it.
+Threads: any. One lock guards index, policies and figures; no tier is asked for anything, and no byte is encoded or
+hashed, while it is held. What is on its way into a tier is claimed in the index, so that no one drops the prefix
+under it; how a tier and the index stay in step is the subject of `tiered_cache.level`.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-import re
-import threading
+import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
@@ -30,45 +31,53 @@ from tiered_cache import frame
 from tiered_cache.codecs import Mode
 from tiered_cache.errors import (
     CapacityError,
-    ChecksumError,
-    FrameError,
     FrameNotFoundError,
-    GeometryError,
     IdentityError,
     MissReason,
     TieredCacheError,
     TierError,
-    VersionError,
 )
-from tiered_cache.frame import Frame, FrameHeader
+from tiered_cache.frame import EncodedFrame, Frame
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, FrameKey, Identity, PrefixChain, namespace_of, tagged_hash
-from tiered_cache.index import Claim, Explanation, KnownChain, Located, PrefixIndex
-from tiered_cache.policy.base import CachePolicy, Hints, Request
-from tiered_cache.prefix_tree import (
+from tiered_cache.identity import CHECKPOINT, FrameKey, Identity, PrefixChain
+from tiered_cache.index import (
     Candidate,
+    Claim,
+    Explanation,
     FrameName,
-    Layout,
+    KnownChain,
+    Located,
     PrefixId,
     RemovalReason,
-    key_of,
     private_checkpoint,
 )
-from tiered_cache.tiers.base import Durability, GetRequest, PutItem, PutOutcome, Reservation, Tier, TierUsage
+from tiered_cache.level import CacheState, Level, StoredFrame, key_of
+from tiered_cache.namespace import BAD, Namespace
+from tiered_cache.policy.base import CachePolicy, Hints, Request
+from tiered_cache.tiers.base import Durability, Reservation, Tier, TierUsage
 
 Bytes = npt.NDArray[np.uint8]
 HostArray = npt.NDArray[np.generic]
 Clock = Callable[[], float]
 
-_DESCRIPTOR_PATH = re.compile(rf"([0-9a-f]{{{2 * DIGEST_BYTES}}})/descriptor")
-DESCRIPTOR_VERSION = 1
-DESCRIPTOR_BYTES_MAX = 16 << 20
-RUNNING_MAX = 1 << 14
-"""How many requests are remembered between look-up and spill; the oldest go first."""
-BATCH_BYTES_MAX = 64 << 20
-"""How much is encoded and put at once, apart from a single larger frame."""
+RUNNING_TOKENS_MAX = 1 << 24
+"""How many tokens of requests between look-up and spill are remembered; the oldest requests go first."""
 ROOM_ATTEMPTS = 3
 """How often room is made for one spill, if others take what was freed."""
+_REQUEST_TOKENS_MIN = 1 << 10  # a short request is charged as much: what it takes besides its tokens
+
+_log = logging.getLogger(__name__)
+
+
+class DeclineReason(StrEnum):
+    """Why an offered checkpoint was not taken; a closed list, each one a counter."""
+
+    NOT_ASKED_FOR = "not asked for"  # no policy wants one there
+    SESSION_OVER = "the session is over"
+    NOT_WORTH_ITS_ROOM = "not worth its room"  # the policy rather keeps what is there, or may not drop it
+    NO_ROOM = "others took the room"
+    CROWDED = "all checkpoints inside its block are pinned"
+    NO_TIER = "no tier is as durable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Offer:
     checkpoints: tuple[tuple[int, bytes], ...]
     """(token count, prefix hash), ascending."""
     lineages: tuple[int, ...]
-    """For each full block, which computation its rows come from."""
+    """For each full block, which computation its rows come from; 0 if that is not known."""
     lineage: int
     """Which computation the checkpoints come from."""
     private: bool = False
@@ -107,7 +116,7 @@ class Offer:
         return len(self.hashes) - 1
 
     def __len__(self) -> int:
-        return self.checkpoints[-1][0]
+        return self.checkpoints[-1][0] if self.checkpoints else 0
 
     def block_hash(self, index: int, /) -> bytes:
         return self.hashes[index]
@@ -119,6 +128,27 @@ class Offer:
     def lineage_of(self, group: str, tokens: int) -> int:
         """Which computation a frame of this sequence comes from."""
         return self.lineage if group == CHECKPOINT else self.lineages[tokens // self.block_tokens - 1]
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise `IdentityError` listing what cannot be: an offer comes from another process."""
+        problems = []
+        if self.block_tokens != geometry.block_tokens:
+            problems.append(f"block_tokens is {self.block_tokens}, not {geometry.block_tokens}")
+        if not 0 <= self.rank < geometry.shards:
+            problems.append(f"rank {self.rank} of {geometry.shards} shards")
+        if not self.hashes or self.hashes[0] != PrefixChain(self.namespace, self.block_tokens).block_hash(0):
+            problems.append("h(0) is not the namespace's root")
+        if len(self.lineages) != self.blocks:
+            problems.append(f"{len(self.lineages)} lineages of {self.blocks} blocks")
+        stops = [tokens for tokens, _ in self.checkpoints]
+        if stops != sorted(set(stops)) or any(tokens < 1 for tokens in stops):
+            problems.append(f"checkpoints at {stops} are not ascending")
+        elif len(self) // self.block_tokens > self.blocks:
+            problems.append(f"a checkpoint at {len(self)} tokens and only {self.blocks} blocks")
+        elif any(not n % self.block_tokens and h != self.hashes[n // self.block_tokens] for n, h in self.checkpoints):
+            problems.append("a checkpoint at a block's end has another hash than the block")
+        if problems:
+            raise IdentityError("not an offer: " + "; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +164,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFrame:
-    """One frame of a restore, and which computation it comes from."""
+    """One frame of a restore, and which computation it comes from; 0 if that is not known."""
 
     key: FrameKey
     lineage: int
@@ -172,15 +202,18 @@ class Kept:
     durability: Durability
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Target:
-    """One tier's part in a grant: what it still needs, the room for that, and the checkpoints it then has."""
+    """One tier's part in a grant: what it still needs, the room for that, and the prefixes it then has."""
 
-    slot: TierSlot
+    level: Level
     names: tuple[FrameName, ...]
     room: Reservation
-    claim: Claim
-    checkpoints: tuple[PrefixId, ...]
+    claims: tuple[Claim, ...]
+    private: PrefixId | None
+    """The suspended sequence's own checkpoint, which is worth nothing in part."""
+    optional: bool = False
+    """Nice to have: the durability does not need it."""
 
 
 @dataclass(slots=True)
@@ -188,55 +221,30 @@ class Grant:
     """Room for what an offer still has to bring: send the frames of `keys`, then `spill`; or `abandon`."""
 
     offer: Offer
-    keys: tuple[FrameKey, ...]
-    declined: tuple[tuple[int, str], ...]
+    keys: tuple[FrameKey, ...] = ()
+    declined: tuple[tuple[int, DeclineReason], ...] = ()
     """(token count, why) of the offer's checkpoints that are not wanted."""
     targets: list[_Target] = field(default_factory=list, repr=False)
     """The cache's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     """A request between its look-up and its spill, and where each tier's policy wants checkpoints."""
 
     request: Request
     take_at: tuple[tuple[int, ...], ...]
 
+    @property
+    def charge(self) -> int:
+        return max(_REQUEST_TOKENS_MIN, self.request.input_tokens)
 
-@dataclass(frozen=True, slots=True)
-class _Pin:
+
+class _Pin(NamedTuple):
     """Pins in the index: the prefix, and the sequence's private checkpoint if it has one."""
 
     pins: tuple[int, ...]
     private: PrefixId | None
     until_s: float
-
-
-class _Stored(NamedTuple):
-    """A frame's stored form."""
-
-    name: FrameName
-    lineage: int
-    buffers: Sequence[memoryview]
-
-
-class _Namespace:
-    """What the cache knows of one identity and geometry."""
-
-    def __init__(self, identity_digest: bytes, document: Mapping[str, object], geometry: Geometry, layout: Layout):
-        self.identity_digest = identity_digest
-        self.document = document
-        self.geometry = geometry
-        self.layout = layout
-        self._sizes: dict[tuple[str, int], int] = {}
-
-    def frame_bytes(self, group: str, tokens: int) -> int:
-        """The most bytes that a stored frame has; the same for all spans of one length."""
-        start, stop = self.geometry.span(group, tokens)
-        size = self._sizes.get((group, stop - start))
-        if size is None:
-            size = self._sizes[group, stop - start] = frame.stored_bytes_max(self.geometry, group, tokens)
-        return size
 
 
 class TieredCache:
@@ -245,74 +253,59 @@ class TieredCache:
     def __init__(self, slots: Sequence[TierSlot], executor: Executor, *, clock: Clock = time.monotonic) -> None:
         """`executor` runs the encoding for slow tiers; it stays the caller's. Tiers become the cache's to close."""
         assert slots
-        self._slots = tuple(slots)
-        self._by_name = {slot.tier.name: slot for slot in slots}
+        self._state = CacheState([slot.tier.name for slot in slots], clock)
+        self._lock, self._index, self._counters = self._state.lock, self._state.index, self._state.counters
+        levels: list[Level] = []
+        for slot in reversed(slots):
+            levels.insert(0, Level(slot.tier, slot.policy, slot.mode, self._state, levels[0] if levels else None))
+        self._levels = tuple(levels)
+        self._by_name = {level.name: level for level in levels}
+        self._order = {level.name: number for number, level in enumerate(levels)}
         self._executor = executor
         self._clock = clock
-        self._lock = threading.RLock()  # index, policies, namespaces, pins, counters
-        self._index = PrefixIndex([slot.tier.name for slot in slots])
-        self._namespaces: dict[bytes, _Namespace] = {}
         self._running: OrderedDict[int, _Running] = OrderedDict()
+        self._running_tokens = 0
         self._pins: dict[int, _Pin] = {}
+        self._pin_ends: list[tuple[float, int]] = []
+        self._left: list[PrefixId] = []  # private checkpoints whose pin has ended; to be dropped
         self._numbers = itertools.count(1)
-        self._counters: Counter[str] = Counter()
 
     # Namespaces
 
     def register(self, identity: Identity, geometry: Geometry) -> bytes:
-        """Make an identity and geometry known, and write their descriptor to every tier; returns the namespace."""
-        namespace = namespace_of(identity.digest(), geometry.fingerprint())
-        with self._lock:
-            if namespace in self._namespaces:
-                return namespace
-        document = identity.to_document()
-        self._add_namespace(namespace, identity.digest(), geometry, document)
-        body = _descriptor(identity.digest(), document, geometry)
-        for slot in self._slots:
-            if slot.tier.durability is Durability.HOST:  # forgets it together with us
-                continue
-            path = _descriptor_path(namespace)
-            with slot.tier.reserve([len(body)]) as room:
-                slot.tier.put([PutItem(path, [body])], room)
-        return namespace
+        """Make an identity and geometry known, here and, by their descriptor, in every tier; returns the namespace.
+
+        A tier that cannot take the descriptor now is asked again before it gets a frame.
+        """
+        known = self._state.add(Namespace.of(identity, geometry))
+        for level in self._levels:
+            try:
+                self._describe(level, known)
+                if level.is_strange(known):
+                    level.adopt(known)
+            except TieredCacheError as error:
+                self._count(f"errors.{level.name}.register")
+                _log.warning("tier %s has no descriptor of %s: %s", level.name, known.digest.hex()[:16], error)
+        return known.digest
 
     def geometry_of(self, namespace: bytes) -> Geometry | None:
         """The geometry of a namespace, None if it is not known here."""
         with self._lock:
-            known = self._namespaces.get(namespace)
+            known = self._state.namespaces.get(namespace)
         return known.geometry if known else None
 
     def differences(self, identity: Identity, geometry: Geometry) -> list[str]:
         """For each namespace there is, what makes it another than that of this identity and geometry."""
-        wanted, found = identity.to_document(), []
+        wanted = Namespace.of(identity, geometry)
         with self._lock:
-            namespaces = list(self._namespaces.items())
-        for namespace, known in namespaces:
-            differing = [
-                name for name in sorted({*wanted, *known.document}) if wanted.get(name) != known.document.get(name)
-            ]
-            what = [f"identity: {', '.join(differing)}"] if differing else []
-            try:
-                geometry.check(known.geometry)
-            except GeometryError as error:
-                what.append(error.message)
-            found.append(f"{namespace.hex()[:16]}: {'; '.join(what) or 'nothing'}")
-        return found
+            namespaces = list(self._state.namespaces.values())
+        return [f"{known.digest.hex()[:16]}: {wanted.differences(known) or 'nothing'}" for known in namespaces]
 
-    def _add_namespace(
-        self, namespace: bytes, identity_digest: bytes, geometry: Geometry, document: Mapping[str, object]
-    ) -> None:
-        layout = Layout.of(namespace, PrefixChain(namespace, geometry.block_tokens).block_hash(0), geometry)
-        with self._lock:
-            self._index.register(layout)
-            self._namespaces[namespace] = _Namespace(identity_digest, document, geometry, layout)
-
-    def _namespace(self, namespace: bytes) -> _Namespace:
-        with self._lock:
-            known = self._namespaces.get(namespace)
-        if known is None:
-            raise IdentityError(f"namespace {namespace.hex()[:16]} is not registered on this node")
-        return known
+    def _describe(self, level: Level, known: Namespace) -> None:
+        """Make the frames of a namespace known to whoever opens the tier after us."""
+        if not level.is_described(known):
+            self._make_room(level, level.tier.footprint(len(known.descriptor())))
+            level.describe(known)
 
     # Look-ups
 
@@ -325,82 +318,117 @@ class TieredCache:
         """
         with self._lock:
             self._counters["lookups"] += 1
-            number = next(self._numbers)
+            number, now_s = next(self._numbers), self._clock()
+            self._end_pins(now_s)
             found = self._index.longest(chain, len(chain) - 1)
             if found.reason is MissReason.NAMESPACE:
                 self._counters[f"misses.{found.reason}"] += 1
                 return LookUp(None, found.reason, (), number)
-            now_s = self._clock()
             request = Request(chain, len(chain), session)
-            take_at = tuple(
-                slot.policy.start(request, found, hints, now_s, self._index.view(slot.tier.name))
-                for slot in self._slots
-            )
-            self._running[number] = _Running(request, take_at)
-            if len(self._running) > RUNNING_MAX:
-                self._running.popitem(last=False)
+            take_at = tuple(level.policy.start(request, found, hints, now_s, level.view) for level in self._levels)
+            self._remember(number, _Running(request, take_at))
             hit = None
             if found.tokens:
                 pin = None if pin_s is None else self._pin([found.prefix], None, now_s + pin_s)
-                hit = self._hit(self._index.support(chain, found.tokens), found.tokens, pin)
-            self._counters["hits" if hit else f"misses.{found.reason}"] += 1
-            if hit:
+                hit = self._hit(found.tokens, self._index.support(chain, found.tokens), pin)
+                self._counters["hits"] += 1
                 self._counters[f"hits.{hit.tier}"] += 1
+            else:
+                self._counters[f"misses.{found.reason}"] += 1
             return LookUp(hit, found.reason, tuple(sorted(set().union(*take_at))), number)
 
-    def _hit(self, located: Sequence[Located], tokens: int, pin: int | None) -> Hit:
-        """Of frames that are all in some tier."""
-        slowest = max((self._slots.index(self._by_name[place.copies[0][0]]) for place in located), default=0)
-        frames = tuple(PlannedFrame(_key(place.name), place.lineages[0]) for place in located)
-        return Hit(tokens, frames, pin, self._slots[slowest].tier.name)
+    def _remember(self, number: int, running: _Running) -> None:
+        self._running[number] = running
+        self._running_tokens += running.charge
+        while self._running_tokens > RUNNING_TOKENS_MAX:
+            _, oldest = self._running.popitem(last=False)
+            self._running_tokens -= oldest.charge
+
+    def _hit(self, tokens: int, places: Sequence[Located], pin: int | None, own: Offer | None = None) -> Hit:
+        """Of frames that are all in some tier, for anyone or for the suspended sequence of an offer."""
+        frames = tuple(
+            PlannedFrame(key_of(place.name), _own_lineage(own, place.name) if own else place.lineages[0])
+            for place in places
+        )
+        slowest = max((self._order[place.copies[0][0]] for place in places), default=0)
+        return Hit(tokens, frames, pin, self._levels[slowest].name)
 
     def _pin(self, prefixes: Iterable[PrefixId], private: PrefixId | None, until_s: float) -> int:
         pins = tuple(self._index.pin(prefix, until_s) for prefix in prefixes)
         number = next(self._numbers)
         self._pins[number] = _Pin(pins, private, until_s)
+        heapq.heappush(self._pin_ends, (until_s, number))
         return number
+
+    def _end_pins(self, now_s: float) -> None:
+        """Forget the pins whose deadline has passed."""
+        while self._pin_ends and self._pin_ends[0][0] < now_s:
+            self._end_pin(heapq.heappop(self._pin_ends)[1])
+
+    def _end_pin(self, pin: int) -> _Pin | None:
+        """Let go of what a pin holds; None if it had ended."""
+        ended = self._pins.pop(pin, None)
+        if ended is not None:
+            for part in ended.pins:
+                self._index.unpin(part)
+            if ended.private is not None:
+                self._left.append(ended.private)
+        return ended
 
     def unpin(self, pin: int) -> bool:
         """End a pin; False if it had ended before. A suspended sequence's own frames go with it."""
         with self._lock:
-            ended = self._pins.pop(pin, None)
-            if ended is None:
-                return False
-            for part in ended.pins:
-                self._index.unpin(part)
-        if ended.private is not None:
-            for slot in self._slots:
-                self._drop(slot, [ended.private], RemovalReason.DISCARDED)
-        return ended.until_s > self._clock()
+            self._end_pins(self._clock())
+            ended = self._end_pin(pin)
+        self._drop_left()
+        return ended is not None
 
-    def fetch(self, keys: Sequence[FrameKey], bytes_max: int) -> list[Bytes | MissReason]:
+    def _drop_left(self) -> None:
+        with self._lock:
+            left, self._left = self._left, []
+        for level in self._levels if left else ():
+            level.drop((prefix, RemovalReason.DISCARDED) for prefix in left)
+
+    def fetch(
+        self, keys: Sequence[FrameKey], bytes_max: int, lineages: Sequence[int] | None = None
+    ) -> list[Bytes | MissReason]:
         """The stored bytes of these frames, read-only, or why one is not there.
 
         Ends before the frame that would take it over `bytes_max`, but one always comes. A frame is read once, from the
         fastest tier that has it; checking it is the reader's, who also knows what it must be. Drop the bytes soon:
         they hold room in their tier.
+
+        With `lineages`, one a key, a copy that is known to come from another computation is not taken (0: any will
+        do). Of a copy that was found after a restart nothing is known before it was read: the reader checks again.
         """
+        wanted = lineages or [0] * len(keys)
         with self._lock:
-            located = [self._index.locate(key) for key in keys]
-        total = itertools.accumulate(place.copies[0][1] if place.copies else 0 for place in located)
-        count = max(1, sum(size <= bytes_max for size in total))
-        bodies: list[Bytes | MissReason] = [MissReason.LOST] * len(located[:count])
-        for slot in self._slots:
-            name = slot.tier.name
-            asked = [
-                i
-                for i, place in enumerate(located[:count])
-                if isinstance(bodies[i], MissReason) and any(tier == name for tier, _ in place.copies)
-            ]
-            answers = slot.tier.get([GetRequest(keys[i].path()) for i in asked]) if asked else []
-            for i, answer in zip(asked, answers, strict=True):
-                if isinstance(answer, memoryview):
-                    bodies[i] = np.frombuffer(answer, np.uint8)
-                elif isinstance(answer, FrameNotFoundError):
-                    self._forget(slot, keys[i], RemovalReason.LOST)
-                else:
-                    bodies[i] = MissReason.TIER_ERROR
-                    self._count(f"errors.{name}.get")
+            sizes = [place.copies[0][1] if place.copies else 0 for place in map(self._index.locate, keys)]
+        count = max(1, sum(total <= bytes_max for total in itertools.accumulate(sizes)))
+        bodies: list[Bytes | MissReason] = [MissReason.LOST] * len(keys[:count])
+        tried: list[set[str]] = [set() for _ in bodies]
+        pending = list(range(len(bodies)))
+        while pending:  # a frame can move while it is asked for; each round, it is looked for in one tier more
+            asked: dict[str, list[int]] = {}
+            with self._lock:
+                for i in pending:
+                    tier = _first_copy(self._index.locate(keys[i]), wanted[i], tried[i])
+                    if tier is not None:
+                        asked.setdefault(tier, []).append(i)
+            pending = []
+            for tier, indices in asked.items():
+                level = self._by_name[tier]
+                answers = level.get(keys[i] for i in indices)
+                for i, answer in zip(indices, answers, strict=True):
+                    if isinstance(answer, memoryview):
+                        bodies[i] = np.frombuffer(answer, np.uint8)
+                        continue
+                    tried[i].add(tier)
+                    pending.append(i)
+                    if isinstance(answer, TierError):
+                        bodies[i] = MissReason.TIER_ERROR
+                    else:
+                        level.judge_if_listed(keys[i])
         return bodies
 
     def explain(self, chain: PrefixChain) -> Explanation:
@@ -414,25 +442,49 @@ class TieredCache:
         """Settle which of the offered checkpoints are wanted and make room for them, before any byte moves.
 
         They will be in the fastest tier of at least `durability`, and in the faster ones as far as their policies
-        like. The grant must be used by `spill` or ended by `abandon`. Raises `IdentityError` for an unknown
-        namespace; what is not wanted or has no room is declined with a reason, which is not an error.
+        like; a suspended sequence's only in the one. What they would rely on there is read, unless that was done
+        before, and a bad frame is asked for again.
+
+        The grant must be used by `spill` or ended by `abandon`. What is not wanted or has no room is declined with a
+        reason, which is not an error. Raises `IdentityError` for an unknown namespace or what cannot be an offer, and
+        `TierError` if the tier fails; then no room is held.
         """
-        known = self._namespace(offer.namespace)
-        required = next((slot for slot in self._slots if slot.tier.durability >= durability), None)
-        if required is None:
-            why = f"no tier of this node has durability {durability.name}"
-            return Grant(offer, (), tuple((tokens, why) for tokens, _ in offer.checkpoints))
+        known = self._state.namespace(offer.namespace)
+        offer.check(known.geometry)
+        grant = Grant(offer)
         stops, declined = self._wanted(offer, hints)
-        self._verify_incumbents(offer, required, known)
-        targets = []
-        for slot in (required, *(s for s in self._slots if s.tier.durability < required.tier.durability)):
-            target, refused = self._admit_to(slot, offer, stops, known)
-            if slot is required:
-                declined += refused
-            if target is not None:
-                targets.append(target)
-        names = dict.fromkeys(name for target in targets for name in target.names)
-        return Grant(offer, tuple(map(_key, names)), tuple(declined), targets)
+        required = next((level for level in self._levels if level.tier.durability >= durability), None)
+        if required is None:
+            declined += [(tokens, DeclineReason.NO_TIER) for tokens in stops]
+        try:
+            if required is not None and stops:
+                self._drop_left()
+                for level in self._levels:
+                    level.tidy()
+                declined += self._admit_to(required, offer, stops, known, grant.targets)
+                if not offer.private:
+                    self._admit_above(required, offer, stops, known, grant.targets)
+        except BaseException:
+            self.abandon(grant)
+            raise
+        grant.keys = tuple(map(key_of, dict.fromkeys(name for target in grant.targets for name in target.names)))
+        grant.declined = tuple(declined)
+        for _, reason in declined:
+            self._count(f"declined.{reason.name.lower()}")
+        return grant
+
+    def _admit_above(
+        self, required: Level, offer: Offer, stops: Sequence[int], known: Namespace, targets: list[_Target]
+    ) -> None:
+        """Let the faster tiers take what they like."""
+        there = len(targets)
+        for level in self._levels[: self._order[required.name]]:
+            try:
+                self._admit_to(level, offer, stops, known, targets)
+            except TieredCacheError:
+                self._count(f"errors.{level.name}.admit")
+        for target in targets[there:]:
+            target.optional = True
 
     def spill(self, grant: Grant, arrays: Mapping[FrameKey, Mapping[str, HostArray]]) -> list[Receipt]:
         """Keep the frames of a grant: encode, put, index, acknowledge; the grant is used up.
@@ -440,22 +492,24 @@ class TieredCache:
         `arrays` holds what the geometry declares for each key, and may change afterwards. Raises what a tier raised
         if the one that the durability needs could not keep them; then nothing is acknowledged.
         """
-        offer, known = grant.offer, self._namespace(grant.offer.namespace)
+        offer, known = grant.offer, self._state.namespace(grant.offer.namespace)
 
-        def encoded(mode: Mode, name: FrameName) -> _Stored:
-            key = _key(name)
-            lineage = offer.lineage_of(name.group, name.tokens)
+        def encoded(mode: Mode, name: FrameName) -> StoredFrame:
+            key = key_of(name)
+            lineage = name.private or offer.lineage_of(name.group, name.tokens)
             content = Frame(key, known.identity_digest, lineage, arrays[key])
-            return _Stored(name, lineage, frame.encode(content, known.geometry, mode).buffers())
+            return _stored(name, lineage, frame.encode(content, known.geometry, mode))
 
         receipts: list[Receipt] = []
         try:
-            for number, target in enumerate(grant.targets):
+            for target in grant.targets:
                 try:
-                    receipts += self._fill(target, partial(encoded, target.slot.mode), known)
+                    receipts += self._fill(target, partial(encoded, target.level.mode), known)
                 except (CapacityError, TierError):
-                    if not number:
+                    if not target.optional:
                         raise
+                else:
+                    target.private = None
         finally:
             self.abandon(grant)
         return receipts
@@ -465,17 +519,22 @@ class TieredCache:
         targets, grant.targets = grant.targets, []
         for target in targets:
             target.room.release()
-            self._release(target.slot, target.claim)
+            target.level.release(target.claims)
+            if target.private is not None:
+                target.level.drop([(target.private, RemovalReason.ABANDONED)])
 
     def kept(self, offer: Offer) -> list[Kept]:
-        """Which of the offered checkpoints can be restored now, and what they would survive."""
+        """Which of the offered checkpoints can be restored now, and what they would survive.
+
+        Raises `IdentityError` for an unknown namespace; so does `plan_of`.
+        """
+        self._state.namespace(offer.namespace)
         found = []
         with self._lock:
             for tokens, _ in offer.checkpoints:
-                places = [place for place in self._support(offer, tokens) if place.name.rank == offer.rank]
-                if all(place.copies for place in places):
-                    survives = min(max(self._by_name[t].tier.durability for t, _ in p.copies) for p in places)
-                    found.append(Kept(tokens, survives))
+                usable = [_usable(offer, place) for place in self._support(offer, tokens)]
+                if all(usable):
+                    found.append(Kept(tokens, min(max(self._by_name[t].tier.durability for t in u) for u in usable)))
         return found
 
     def plan_of(self, offer: Offer, *, pin_s: float) -> Hit | None:
@@ -483,461 +542,297 @@ class TieredCache:
 
         For a private offer, every frame is one that this very sequence exported or was restored from.
         """
+        self._state.namespace(offer.namespace)
+        if not offer.checkpoints:
+            return None
         tokens, prefix = offer.checkpoints[-1]
         with self._lock:
-            located = [place for place in self._support(offer, tokens) if place.name.rank == offer.rank]
-            if not located or not all(place.copies and self._is_own(offer, place) for place in located):
+            places = self._support(offer, tokens)
+            if not all(_usable(offer, place) for place in places):
                 return None
             private = None
-            if any(place.name.private for place in located):
+            if any(place.name.private for place in places):
                 private = private_checkpoint(offer.namespace, offer.lineage)
-            prefixes = [prefix] if private is None else [prefix, private]
-            return self._hit(located, tokens, self._pin(prefixes, private, self._clock() + pin_s))
+            pin = self._pin([prefix] if private is None else [prefix, private], private, self._clock() + pin_s)
+            return self._hit(tokens, places, pin, offer if offer.private else None)
 
     def _support(self, offer: Offer, tokens: int) -> list[Located]:
-        return self._index.support(offer, tokens, offer.lineage if offer.private else 0)
+        """The frames of the offer's rank that a restore to `tokens` needs; a suspended sequence's own come first."""
+        places = self._index.support(offer, tokens, offer.lineage if offer.private else 0)
+        return [place for place in places if place.name.rank == offer.rank]
 
-    def _is_own(self, offer: Offer, place: Located) -> bool:
-        return not offer.private or place.lineages[:1] == (offer.lineage_of(place.name.group, place.name.tokens),)
-
-    def _wanted(self, offer: Offer, hints: Hints) -> tuple[list[int], list[tuple[int, str]]]:
+    def _wanted(self, offer: Offer, hints: Hints) -> tuple[list[int], list[tuple[int, DeclineReason]]]:
         """Where the policies want checkpoints: what they said when the request began, and now that it has ended."""
         stops = [tokens for tokens, _ in offer.checkpoints]
-        if offer.private:
+        if offer.private or not stops:
             return stops[-1:], []
-        now_s = self._clock()
         with self._lock:
             running = self._running.pop(offer.request, None) if offer.request is not None else None
+            if running is not None:
+                self._running_tokens -= running.charge
             request = running.request if running else Request(offer, len(offer) - offer.output_tokens)
-            wanted: set[int] = set() if running else set(stops)
-            for number, slot in enumerate(self._slots):
-                wanted.update(slot.policy.finish(request, offer, offer.output_tokens, now_s))
+            wanted = set() if running else set(stops)
+            for number, level in enumerate(self._levels):
+                wanted.update(level.policy.finish(request, offer, offer.output_tokens, self._clock()))
                 wanted.update(running.take_at[number] if running else ())
-        del hints
-        return [n for n in stops if n in wanted], [(n, "not asked for") for n in stops if n not in wanted]
+        declined = [(n, DeclineReason.NOT_ASKED_FOR) for n in stops if n not in wanted]
+        if hints.will_not_return and len(offer) in wanted:
+            wanted.remove(len(offer))
+            declined.append((len(offer), DeclineReason.SESSION_OVER))
+        return [n for n in stops if n in wanted], declined
 
     # Room
 
     def _admit_to(
-        self, slot: TierSlot, chain: Offer | KnownChain, stops: Sequence[int], known: _Namespace
-    ) -> tuple[_Target | None, list[tuple[int, str]]]:
+        self,
+        level: Level,
+        chain: Offer | KnownChain,
+        stops: Sequence[int],
+        known: Namespace,
+        targets: list[_Target],
+    ) -> list[tuple[int, DeclineReason]]:
         """Let a tier's policy choose among checkpoints, and make room for those it takes.
 
-        Returns what the tier then needs, None if that is nothing, and why it does not take the others.
+        Adds to `targets` what the tier then needs, unless that is nothing; returns why it does not take the others.
+        Raises `TierError`; no room is held then.
         """
-        tier = slot.tier
+        try:
+            self._describe(level, known)
+        except CapacityError:
+            return [(tokens, DeclineReason.NO_ROOM) for tokens in stops]
+        self._verify_support(level, chain, known)
+        new: list[Candidate] = []
         for _ in range(ROOM_ATTEMPTS):
+            free_bytes = level.tier.usage().bytes_free
             with self._lock:
-                now_s = self._clock()
-                new, own = self._candidates(slot, chain, stops, known)
+                new, own, refused = self._candidates(level, chain, stops, known)
                 if not new:
-                    return None, []
-                pinned = {*self._index.pinned(now_s)} | ({new[-1].prefix} if own is not None else set())
-                free_bytes = tier.usage().bytes_free
-                proposal = slot.policy.propose(new, free_bytes, pinned, now_s, self._index.view(tier.name))
+                    return refused
+                now_s = self._clock()
+                proposal = level.policy.propose(new, free_bytes, self._index.pinned(now_s), now_s, level.view)
                 admitted = set(proposal.admit)
                 taken = [candidate for candidate in new if candidate.prefix in admitted]
-                refused = [(c.tokens, "not worth its room") for c in new if c.prefix not in admitted]
-                if not taken:
-                    return None, refused
-                names = self._missing(slot, chain, [c.tokens for c in taken], own or ())
-                claim = self._index.claim(chain, taken[-1].tokens, tier.name)
-            self._drop(slot, proposal.drop, RemovalReason.EVICTED)
-            self._drop(slot, [c.crowds_out for c in taken if c.crowds_out is not None], RemovalReason.CROWDED)
+                refused += [(c.tokens, DeclineReason.NOT_WORTH_ITS_ROOM) for c in new if c.prefix not in admitted]
+                names = own or self._missing(level, chain, [c.tokens for c in taken])
+                claims = tuple(self._index.claim(chain, candidate.tokens, level.name) for candidate in taken)
             try:
-                room = tier.reserve([known.frame_bytes(name.group, name.tokens) for name in names])
+                self._evict(level, proposal.drop)
+                level.drop((c.crowds_out, RemovalReason.CROWDED) for c in taken if c.crowds_out is not None)
+                room = level.tier.reserve([known.frame_bytes(name.group, name.tokens) for name in names])
             except CapacityError:  # somebody else was faster, or a reader still holds what was dropped
-                self._release(slot, claim)
-                continue
-            return _Target(slot, tuple(names), room, claim, tuple(c.prefix for c in taken)), refused
-        return None, [(tokens, "others took the room") for tokens in stops]
+                level.release(claims)
+            except BaseException:
+                level.release(claims)
+                raise
+            else:
+                if taken:
+                    targets.append(_Target(level, tuple(names), room, claims, taken[-1].prefix if own else None))
+                return refused
+        return [(candidate.tokens, DeclineReason.NO_ROOM) for candidate in new]
 
     def _candidates(
-        self, slot: TierSlot, chain: Offer | KnownChain, stops: Sequence[int], known: _Namespace
-    ) -> tuple[list[Candidate], list[FrameName] | None]:
-        """What the policy is asked about; and for a private offer the names of the frames only it may use."""
+        self, level: Level, chain: Offer | KnownChain, stops: Sequence[int], known: Namespace
+    ) -> tuple[list[Candidate], list[FrameName], list[tuple[int, DeclineReason]]]:
+        """What the policy is asked about; the frames of a suspended sequence that needs its own; what has no place."""
 
         def footprint(group: str, tokens: int) -> int:
-            return slot.tier.footprint(known.frame_bytes(group, tokens))
+            return level.tier.footprint(known.frame_bytes(group, tokens))
 
-        new = self._index.candidates(chain, stops, slot.tier.name, footprint)
-        if not isinstance(chain, Offer) or not chain.private:
-            return new, None
-        own = self._own_names(chain, slot)
-        size = sum(footprint(name.group, name.tokens) for name in own)
-        if own:
-            key = private_checkpoint(chain.namespace, chain.lineage)
-            groups = len(known.layout.groups)
-            tokens = stops[-1]
-            blank = Candidate(key, tokens, 0, 0, (), 0, frozenset(), (0,) * groups, self._index.anchor(chain, tokens))
-            new = [replace(new[-1] if new else blank, prefix=key, own_bytes=size, marginal_bytes=size)]
-        return new, own
+        new = self._index.candidates(chain, stops, level.name, footprint)
+        own = self._own_names(chain, level) if isinstance(chain, Offer) and chain.private else []
+        if any(name.private for name in own):
+            assert isinstance(chain, Offer)
+            size = sum(footprint(n.group, n.tokens) for n in own if n.private or n.group == CHECKPOINT)
+            candidate = new[-1] if new else self._nothing_shared(chain, known)
+            marginal = candidate.marginal_bytes - candidate.own_bytes + size
+            key = private_checkpoint(known.digest, chain.lineage)
+            return [replace(candidate, prefix=key, own_bytes=size, marginal_bytes=marginal, crowds_out=None)], own, []
+        placed = {candidate.tokens for candidate in new}
+        crowded = [n for n in stops if n not in placed and self._index.missing(chain, n, level.name)]
+        return new, [], [(tokens, DeclineReason.CROWDED) for tokens in crowded]
 
-    def _own_names(self, offer: Offer, slot: TierSlot) -> list[FrameName]:
-        """The private names under which a suspended sequence must keep what others stored first, in other bytes."""
-        tokens = offer.checkpoints[-1][0]
-        places = [place for place in self._support(offer, tokens) if place.name.rank == offer.rank]
-        foreign = [place for place in places if place.copies and not self._is_own(offer, place)]
-        if not foreign:
-            return []
-        names = {place.name for place in foreign} | {place.name for place in places if place.name.group == CHECKPOINT}
-        return [
-            place.name if place.name.private else place.name._replace(private=offer.lineage)
-            for place in places
-            if (place.name in names or place.name.private)
-            and not (place.name.private and slot.tier.name in dict(place.copies))
-        ]
+    def _nothing_shared(self, chain: Offer | KnownChain, known: Namespace) -> Candidate:
+        """A candidate that needs no shared frame that is not there."""
+        tokens, sizes = len(chain), (0,) * len(known.geometry.block_groups)
+        anchor = self._index.anchor(chain, tokens)
+        return Candidate(chain.prefix_hash(tokens), tokens, 0, 0, (), 0, frozenset(), sizes, anchor)
 
-    def _missing(
-        self, slot: TierSlot, chain: Offer | KnownChain, stops: Sequence[int], own: Sequence[FrameName]
-    ) -> list[FrameName]:
-        """The frames that a tier still needs for these checkpoints: rows from the root down, one rank's."""
-        replaced = {name._replace(private=0) for name in own}
-        shared = dict.fromkeys(
-            name
-            for tokens in stops
-            for name in self._index.missing(chain, tokens, slot.tier.name)
-            if (isinstance(chain, KnownChain) or name.rank == chain.rank) and name not in replaced
-        )
-        return [*shared, *own]
+    def _own_names(self, offer: Offer, level: Level) -> list[FrameName]:
+        """What a tier still needs for a suspended sequence to get its very own bytes back.
 
-    def _release(self, slot: TierSlot, claim: Claim) -> None:
-        """End a claim, and drop what came under it without its checkpoint."""
+        They are shared where the tier has this computation's or none. Where it has another's, or it is not known of
+        which computation the sequence's are, the sequence has a copy of its own.
+        """
+        names = []
+        for place in self._support(offer, len(offer)):
+            own = _own_lineage(offer, place.name)
+            held = dict(zip((tier for tier, _ in place.copies), place.lineages, strict=True)).get(level.name)
+            if held is None and own:
+                names.append(place.name)
+            elif held is None or held != own:
+                names.append(place.name._replace(private=offer.lineage))
+        return names
+
+    def _missing(self, level: Level, chain: Offer | KnownChain, stops: Iterable[int]) -> list[FrameName]:
+        """The shared frames that a tier still needs for these checkpoints: rows from the root down, one rank's."""
+        names = (name for tokens in stops for name in self._index.missing(chain, tokens, level.name))
+        return list(dict.fromkeys(n for n in names if isinstance(chain, KnownChain) or n.rank == chain.rank))
+
+    def _verify_support(self, level: Level, chain: Offer | KnownChain, known: Namespace) -> None:
+        """Read what a checkpoint would rely on and nobody has read since it came: an acknowledgement covers it, too.
+
+        Bad frames are set aside, and so asked for again. Raises `TierError` if the tier cannot say.
+        """
+        private = chain.lineage if isinstance(chain, Offer) and chain.private else 0
         with self._lock:
-            names = self._index.release(claim)
-            for name in names:
-                self._index.remove(name, slot.tier.name, RemovalReason.ABANDONED)
-        self._delete(slot, names, RemovalReason.ABANDONED)
+            names = self._index.unverified(chain, len(chain), level.name, private)
+        if isinstance(chain, Offer):
+            names = [name for name in names if name.rank == chain.rank]
+        for batch in known.batches(names):
+            level.judge(batch)
 
-    def _drop(self, slot: TierSlot, prefixes: Sequence[PrefixId], reason: RemovalReason) -> None:
-        """Drop checkpoints and what only they need, after the tier below had its chance; pinned ones stay."""
-        below = self._below(slot)
-        moved = set()
-        if below is not None and reason is RemovalReason.EVICTED:
-            moved = {prefix for prefix in prefixes if self._demote(prefix, slot, below)}
-        with self._lock:
-            now_s = self._clock()
-            pinned = self._index.pinned(now_s)
-            names: list[FrameName] = []
-            dropped: list[tuple[PrefixId, RemovalReason]] = []
-            for prefix in prefixes:
-                why = RemovalReason.MOVED if prefix in moved else reason
-                if prefix not in pinned and (gone := self._index.drop(prefix, slot.tier.name, why)):
-                    names += gone
-                    dropped.append((prefix, why))
-                    self._counters[f"dropped.{slot.tier.name}.{why}"] += 1
-            slot.policy.commit([], dropped, now_s, self._index.view(slot.tier.name))
-        self._delete(slot, names, reason)
-
-    def _delete(self, slot: TierSlot, names: Sequence[FrameName], reason: RemovalReason) -> None:
-        if not names:
-            return
-        self._count(f"frames.{slot.tier.name}.{reason}", len(names))
-        try:
-            slot.tier.delete([_key(name).path() for name in names])
-        except TierError:
-            self._count(f"errors.{slot.tier.name}.delete")
-
-    def _below(self, slot: TierSlot) -> TierSlot | None:
-        place = self._slots.index(slot) + 1
-        return self._slots[place] if place < len(self._slots) else None
+    def _make_room(self, level: Level, bytes_: int) -> None:
+        """Drop what the policy chooses until so much is free, as far as that is possible."""
+        free_bytes = level.tier.usage().bytes_free - bytes_
+        if free_bytes < 0:
+            with self._lock:
+                now_s = self._clock()
+                proposal = level.policy.propose([], free_bytes, self._index.pinned(now_s), now_s, level.view)
+            self._evict(level, proposal.drop)
 
     def trim(self, tier: str, bytes_max: int) -> None:
         """Change a tier's budget; what no longer fits is dropped now, as its policy chooses, before anything is put."""
-        slot = self._by_name[tier]
-        slot.tier.set_limit(bytes_max)
-        with self._lock:
-            now_s = self._clock()
-            free_bytes, pinned = slot.tier.usage().bytes_free, self._index.pinned(now_s)
-            proposal = slot.policy.propose([], free_bytes, pinned, now_s, self._index.view(tier))
-        self._drop(slot, proposal.drop, RemovalReason.EVICTED)
+        level = self._by_name[tier]
+        level.tier.set_limit(bytes_max)
+        self._make_room(level, 0)
 
-    # Bytes into a tier
+    def _evict(self, level: Level, prefixes: Sequence[PrefixId]) -> None:
+        """Drop checkpoints and what only they need, after the tier below had its chance; pinned ones stay."""
+        below = level.below
+        moved = {prefix for prefix in prefixes if below is not None and self._demote(prefix, level, below)}
+        level.drop((p, RemovalReason.MOVED if p in moved else RemovalReason.EVICTED) for p in prefixes)
 
-    def _fill(self, target: _Target, stored: Callable[[FrameName], _Stored], known: _Namespace) -> list[Receipt]:
-        """Put all frames of a target, in batches, and tell its policy. Raises what the tier raises."""
-        receipts: list[Receipt] = []
-        for names in self._batches(target.names, known):
-            frames = list(self._map(target.slot, stored, names))
-            receipts += self._put(target, frames, known)
-        with self._lock:
-            view = self._index.view(target.slot.tier.name)
-            added = [prefix for prefix in target.checkpoints if prefix in view]
-            target.slot.policy.commit(added, [], self._clock(), view)
-        return receipts
-
-    def _batches(self, names: Sequence[FrameName], known: _Namespace) -> Iterator[list[FrameName]]:
-        batch: list[FrameName] = []
-        size = 0
-        for name in names:
-            size += known.frame_bytes(name.group, name.tokens)
-            if batch and size > BATCH_BYTES_MAX:
-                yield batch
-                batch, size = [], known.frame_bytes(name.group, name.tokens)
-            batch.append(name)
-        if batch:
-            yield batch
-
-    def _map(
-        self, slot: TierSlot, make: Callable[[FrameName], _Stored], names: Sequence[FrameName]
-    ) -> Iterable[_Stored]:
-        """In the executor where encoding is work, else here."""
-        return map(make, names) if slot.mode is Mode.RAW else self._executor.map(make, names)
-
-    def _put(self, target: _Target, frames: Sequence[_Stored], known: _Namespace) -> list[Receipt]:
-        """Put one batch; what is there already must be sound, or it is set aside and put again."""
-        slot, tier = target.slot, target.slot.tier
-        receipts: list[Receipt] = []
-        again: list[_Stored] = []
-        try:
-            outcomes = tier.put([PutItem(_key(f.name).path(), f.buffers) for f in frames], target.room)
-        except TieredCacheError:
-            self._count(f"errors.{tier.name}.put")
-            raise
-        for stored, outcome in zip(frames, outcomes, strict=True):
-            key = _key(stored.name)
-            header = None
-            if outcome is PutOutcome.EXISTS:
-                header = self._verified(slot, key, known)
-                if header is None:
-                    again.append(stored)
-                    continue
-            size = header.total_bytes if header else sum(memoryview(b).nbytes for b in stored.buffers)
-            lineage = header.lineage if header else stored.lineage
-            with self._lock:
-                self._index.insert(key, tier.name, tier.footprint(size), lineage)
-                if header:
-                    self._index.set_verified(key, tier.name)
-            receipts.append(Receipt(key, size, tier.durability, created=header is None))
-        self._count(f"frames.{tier.name}.put", sum(r.created for r in receipts))
-        self._count(f"bytes.{tier.name}.put", sum(r.bytes_stored for r in receipts if r.created))
-        if again:
-            receipts += self._put(target, again, known)
-        return receipts
-
-    def _verified(self, slot: TierSlot, key: FrameKey, known: _Namespace) -> FrameHeader | None:
-        """The header of a tier's copy if it is sound and the frame of this key; else None, and it was set aside.
-
-        Raises `TierError` if the tier cannot say, and for a newer peer's frame, which is nobody's to replace.
-        """
-        answer = slot.tier.get([GetRequest(key.path())])[0]
-        if isinstance(answer, FrameNotFoundError):
-            self._forget(slot, key, RemovalReason.LOST)
-            return None
-        if isinstance(answer, TierError):
-            raise answer
-        try:
-            header = frame.verify(answer)
-            frame.check_expected(header, key=key, identity_digest=known.identity_digest, geometry=known.geometry)
-        except VersionError as error:
-            raise TierError(
-                f"a frame of another version is there: {error.message}", key.path(), slot.tier.name
-            ) from error
-        except TieredCacheError as error:
-            slot.tier.quarantine(key.path(), error.message)
-            if not self._forget(slot, key, RemovalReason.QUARANTINED):  # nobody knew that it was there
-                self._count(f"frames.{slot.tier.name}.{RemovalReason.QUARANTINED}")
-            return None
-        return header
-
-    def _verify_incumbents(self, offer: Offer, slot: TierSlot, known: _Namespace) -> None:
-        """Read what the offer would rely on and nobody has read since it was put: an acknowledgement covers it, too."""
-        name = slot.tier.name
-        with self._lock:
-            places = [
-                place
-                for place in self._support(offer, offer.checkpoints[-1][0])
-                if place.name.rank == offer.rank and name in dict(place.copies) and name not in place.verified
-            ]
-        for place in places:
-            key = _key(place.name)
-            try:
-                sound = self._verified(slot, key, known) is not None
-            except TierError:
-                self._count(f"errors.{name}.get")
-                continue
-            if sound:
-                with self._lock:
-                    self._index.set_verified(key, name)
-
-    def _demote(self, prefix: PrefixId, slot: TierSlot, below: TierSlot) -> bool:
+    def _demote(self, prefix: PrefixId, level: Level, below: Level) -> bool:
         """Write a checkpoint, and what it needs, to the tier below, and read it back; whether it is there now.
 
-        Nothing has left `slot` yet, so that a reader finds it at any moment.
+        Nothing has left `level` yet, so that a reader finds it at any moment.
         """
         with self._lock:
-            chain = self._index.chain_to(prefix)
-            known = self._namespaces.get(chain.namespace) if chain else None  # type: ignore[call-overload]
-        if chain is None or known is None:  # a private one, or one whose rows are gone
-            return False
-        target, refused = self._admit_to(below, chain, [len(chain)], known)
-        if target is None:
-            return not refused
+            chain = None if prefix in self._index.pinned(self._clock()) else self._index.chain_to(prefix)
+            if chain is None:  # a suspended sequence's own, or one whose path is not known
+                return False
+            assert isinstance(chain.namespace, bytes)
+            known = self._state.namespace(chain.namespace)
+            missing = self._index.missing(chain, len(chain), below.name)
+            if not all(self._index.holds(name, level.name) for name in missing):
+                return False  # it cannot be restored
+        targets: list[_Target] = []
         try:
-            self._fill(target, lambda name: self._recoded(name, slot, below.mode, known), known)
-            for name in target.names:
-                if self._verified(below, _key(name), known) is None:
-                    return False
-                with self._lock:
-                    self._index.set_verified(_key(name), below.tier.name)
-        except TieredCacheError:
-            self._count(f"errors.{below.tier.name}.demote")
+            refused = self._admit_to(below, chain, [len(chain)], known, targets)
+            for target in targets:
+                self._fill(target, partial(self._recoded, level, below.mode, known), known)
+            self._verify_support(below, chain, known)
+            with self._lock:
+                return not refused and not self._index.missing(chain, len(chain), below.name)
+        except TieredCacheError as error:
+            self._count(f"errors.{below.name}.demote")
+            _log.warning("tier %s: a checkpoint did not move to %s: %s", level.name, below.name, error)
             return False
         finally:
-            target.room.release()
-            self._release(below, target.claim)
-        return True
+            for target in targets:
+                target.room.release()
+                below.release(target.claims)
 
-    def _recoded(self, name: FrameName, source: TierSlot, mode: Mode, known: _Namespace) -> _Stored:
+    def _recoded(self, source: Level, mode: Mode, known: Namespace, name: FrameName) -> StoredFrame:
         """A frame as it lies in one tier, checked and encoded for another."""
-        key = _key(name)
-        answer = source.tier.get([GetRequest(key.path())])[0]
-        if not isinstance(answer, memoryview):
-            if isinstance(answer, FrameNotFoundError):
-                self._forget(source, key, RemovalReason.LOST)
-            raise answer
+        key = key_of(name)
+        (answer,) = source.get([key])
         try:
+            header = known.check(key, answer)
+            assert isinstance(answer, memoryview)
+            if mode is source.mode:
+                return StoredFrame(name, key, header.lineage, answer.nbytes, [answer])
             content = frame.decode(answer, key=key, identity_digest=known.identity_digest, geometry=known.geometry)
-        except FrameError as error:
-            self.report_bad(key, error.message)
+            return _stored(name, header.lineage, frame.encode(content, known.geometry, mode))
+        except (FrameNotFoundError, *BAD):
+            source.judge_if_listed(key, decoded=True)
             raise
-        buffers = [answer] if mode is source.mode else frame.encode(content, known.geometry, mode).buffers()
-        return _Stored(name, content.lineage, buffers)
 
-    # What goes wrong, and what is found
+    def _fill(self, target: _Target, stored: Callable[[FrameName], StoredFrame], known: Namespace) -> list[Receipt]:
+        """Put all frames of a target, in batches; raises what the tier raises."""
+        durability = target.level.tier.durability
+        receipts: list[Receipt] = []
+        for names in known.batches(target.names):
+            encode = map if target.level.mode is Mode.RAW else self._executor.map
+            arrivals = target.level.put(list(encode(stored, names)), target.room)
+            receipts += [Receipt(arrived.key, arrived.bytes, durability, arrived.created) for arrived in arrivals]
+        return receipts
+
+    # What is there
 
     def report_bad(self, key: FrameKey, why: str) -> None:
-        """A reader could not use a frame: every copy is read, and one that is not sound is quarantined."""
+        """A reader could not use a frame: every copy is read and decoded, and one that is not sound is quarantined."""
         self._count("reported")
-        try:
-            known = self._namespace(key.namespace)
-        except IdentityError:
-            return
-        for slot in self._slots:
-            with self._lock:
-                there = slot.tier.name in dict(self._index.locate(key).copies)
-            if there:
-                try:
-                    self._verified(slot, key, known)
-                except TierError:
-                    self._count(f"errors.{slot.tier.name}.get")
-        del why
-
-    def _forget(self, slot: TierSlot, key: FrameKey, reason: RemovalReason) -> bool:
-        """A verified "not there": only this removes an entry without the cache having dropped it; whether one was."""
-        with self._lock:
-            if not self._index.remove(key, slot.tier.name, reason):
-                return False
-            self._counters[f"frames.{slot.tier.name}.{reason}"] += 1
-            view = self._index.view(slot.tier.name)
-            if key.group == CHECKPOINT and key_of(key) not in view:
-                slot.policy.commit([], [(key_of(key), reason)], self._clock(), view)
-            return True
+        _log.warning("a reader could not use %s: %s", key.path(), why)
+        for level in self._levels:
+            level.judge_if_listed(key, decoded=True)
 
     def recover(self) -> int:
         """Rebuild the index from what the durable tiers hold, by their names alone; returns how many frames there are.
 
-        Files that are no frames, and frames of namespaces without a sound descriptor, are left alone and counted.
-        Rows that no checkpoint needs, the rest of a spill that was cut off, are deleted.
+        To be called once, before anything else. Files that are no frames, and frames of namespaces without a sound
+        descriptor, are left alone and counted. Rows that no checkpoint needs, the rest of a spill that was cut off,
+        are deleted; so is what a smaller budget than before has no room for, as the policy chooses. Raises
+        `TierError` if a tier cannot be listed.
         """
         found = 0
-        for slot in self._slots:
-            tier = slot.tier
-            if tier.durability is Durability.HOST:
-                continue
-            keys: list[tuple[FrameKey, int]] = []
-            for entry in tier.list():
-                namespace = descriptor_namespace(entry.path)
-                if namespace is not None:
-                    self._recover_descriptor(slot, entry.path, namespace)
-                    continue
-                try:
-                    keys.append((FrameKey.parse(entry.path), entry.bytes))
-                except IdentityError:
-                    self._count(f"recovered.{tier.name}.foreign")
-            with self._lock:
-                for key, size in keys:
-                    try:
-                        self._index.insert(key, tier.name, tier.footprint(size))
-                        found += 1
-                    except IdentityError:
-                        self._counters[f"recovered.{tier.name}.unknown"] += 1
-                leftover = self._index.unsupported(tier.name)
-                for name in leftover:
-                    self._index.remove(name, tier.name, RemovalReason.ABANDONED)
-                view = self._index.view(tier.name)
-                slot.policy.commit(list(view), [], self._clock(), view)
-            self._delete(slot, leftover, RemovalReason.ABANDONED)
+        for level in self._levels:
+            if level.tier.durability is not Durability.HOST:
+                found += level.adopt()
+                self._make_room(level, 0)
         return found
-
-    def _recover_descriptor(self, slot: TierSlot, path: str, namespace: bytes) -> None:
-        answer = slot.tier.get([GetRequest(path, bytes=DESCRIPTOR_BYTES_MAX)])[0]
-        try:
-            if not isinstance(answer, memoryview):
-                raise answer
-            identity_digest, document, geometry = read_descriptor(bytes(answer), namespace)
-            self._add_namespace(namespace, identity_digest, geometry, document)
-        except TieredCacheError:
-            self._count(f"recovered.{slot.tier.name}.bad_descriptor")
 
     # Figures
 
     def counters(self) -> dict[str, int]:
-        """How often what happened since the start: never goes down."""
+        """How often what happened since the start: never goes down.
+
+        `frames.TIER.put` + `frames.TIER.found` - all other `frames.TIER.REASON` = frames in the tier; `bytes` likewise.
+        """
         with self._lock:
             return dict(self._counters)
 
     def usage(self) -> dict[str, TierUsage]:
         """Each tier's budget and what it holds."""
-        return {slot.tier.name: slot.tier.usage() for slot in self._slots}
+        return {level.name: level.tier.usage() for level in self._levels}
 
     def close(self) -> None:
         """Let go of the tiers; what they hold stays where it is durable."""
-        for slot in self._slots:
-            slot.tier.close()
+        for level in self._levels:
+            level.tier.close()
 
-    def _count(self, what: str, number: int = 1) -> None:
-        with self._lock:
-            self._counters[what] += number
-
-
-def _key(name: FrameName) -> FrameKey:
-    return FrameKey(*name)  # type: ignore[arg-type]
+    def _count(self, what: str) -> None:
+        self._state.count(what)
 
 
-def _descriptor_path(namespace: bytes) -> str:
-    return f"{namespace.hex()}/descriptor"
+def _stored(name: FrameName, lineage: int, encoded: EncodedFrame) -> StoredFrame:
+    return StoredFrame(name, encoded.key, lineage, encoded.total_bytes, encoded.buffers())
 
 
-def descriptor_namespace(path: str) -> bytes | None:
-    """The namespace whose descriptor a tier keeps under this path; None if it is another entry's."""
-    match = _DESCRIPTOR_PATH.fullmatch(path)
-    return bytes.fromhex(match[1]) if match else None
+def _own_lineage(offer: Offer, name: FrameName) -> int:
+    """Which computation a frame is of that a suspended sequence may use; 0 if that is not known."""
+    return name.private or offer.lineage_of(name.group, name.tokens)
 
 
-def _descriptor(identity_digest: bytes, document: Mapping[str, object], geometry: Geometry) -> bytes:
-    """The document that says what a namespace is: with it, names alone rebuild the index after a restart."""
-    content = [DESCRIPTOR_VERSION, identity_digest, dict(sorted(document.items())), geometry.to_document()]
-    packed: bytes = msgpack.packb(content)
-    return tagged_hash("descriptor", packed) + packed
+def _usable(offer: Offer, place: Located) -> list[str]:
+    """The tiers whose copy the offer's sequence may rely on."""
+    own = _own_lineage(offer, place.name) if offer.private else 0
+    pairs = zip(place.copies, place.lineages, strict=True)
+    return [tier for (tier, _), lineage in pairs if not offer.private or (own and lineage == own)]
 
 
-def read_descriptor(body: bytes, namespace: bytes) -> tuple[bytes, dict[str, object], Geometry]:
-    """Identity digest, identity fields and geometry of a stored descriptor, checked in full.
-
-    Raises `FrameError`, `GeometryError`, and `IdentityError` unless they make this namespace.
-    """
-    if tagged_hash("descriptor", body[DIGEST_BYTES:]) != body[:DIGEST_BYTES]:
-        raise ChecksumError("the descriptor's checksum does not hold")
-    try:
-        version, identity_digest, document, geometry_document = msgpack.unpackb(body[DIGEST_BYTES:])
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise FrameError(f"the descriptor cannot be read: {error}") from error
-    if version != DESCRIPTOR_VERSION:
-        raise VersionError(f"descriptor version {version!r}, not {DESCRIPTOR_VERSION}")
-    geometry = Geometry.from_document(geometry_document)
-    if not isinstance(identity_digest, bytes) or not isinstance(document, dict):
-        raise FrameError("the descriptor's identity is not one")
-    if namespace_of(identity_digest, geometry.fingerprint()) != namespace:
-        raise IdentityError("the descriptor describes another namespace")
-    return identity_digest, document, geometry
+def _first_copy(place: Located, lineage: int, tried: Collection[str]) -> str | None:
+    """The fastest tier that was not tried and has a copy that may come from this computation; 0: from any."""
+    pairs = zip(place.copies, place.lineages, strict=True)
+    may_be = (tier for (tier, _), found in pairs if tier not in tried and (not lineage or found in {0, lineage}))
+    return next(may_be, None)

@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_cache import frame
-from tiered_cache.cache import DESCRIPTOR_BYTES_MAX, descriptor_namespace, read_descriptor
 from tiered_cache.errors import ConfigError, FrameError, TieredCacheError, TruncatedError
-from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey
+from tiered_cache.namespace import DESCRIPTOR_BYTES_MAX, Namespace, descriptor_namespace, read_descriptor
 from tiered_cache.tiers.disk import SUFFIX
 
 ENTRIES: Final = "entries"
@@ -40,14 +39,6 @@ class CheckedFile:
     """Below the directory that was checked."""
     bytes: int
     error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Declared:
-    """What a namespace's descriptor says, None if there is no sound one."""
-
-    identity_digest: bytes
-    geometry: Geometry
 
 
 def count_files(root: Path) -> int:
@@ -98,7 +89,7 @@ class _Checker:
     def __init__(self, root: Path, entries: Path) -> None:
         self._root = root
         self._entries = entries
-        self._declared: dict[bytes, _Declared | None] = {}
+        self._declared: dict[bytes, Namespace | None] = {}
         self._buffer: npt.NDArray[np.uint8] = np.empty(1 << 16, np.uint8)
 
     def check(self, path: Path) -> Iterator[CheckedFile]:
@@ -148,7 +139,7 @@ class _Checker:
         elif (found := frame.verify(data).key) != key:
             raise FrameError(f"the file holds the frame {found.path()}")
 
-    def _check_header(self, fd: int, size: int, key: FrameKey, declared: _Declared | None) -> None:
+    def _check_header(self, fd: int, size: int, key: FrameKey, declared: Namespace | None) -> None:
         """Raise unless the frame's header is sound and declares this size, and what its namespace allows."""
         header_bytes = frame.header_bytes(self._read(fd, frame.FIXED_HEADER_BYTES))
         header = frame.read_header(self._read(fd, header_bytes))
@@ -167,13 +158,12 @@ class _Checker:
             done += read
         return self._buffer[:done]
 
-    def _read_descriptor(self, namespace: bytes) -> _Declared | None:
+    def _read_descriptor(self, namespace: bytes) -> Namespace | None:
         declared = None
         # what is wrong with it is told when the walk comes to the file itself
         with suppress(TieredCacheError, OSError), _opened(self._descriptor_path(namespace)) as fd:
             if fd is not None:
-                identity_digest, _, geometry = read_descriptor(self._read_document(fd), namespace)
-                declared = _Declared(identity_digest, geometry)
+                declared = read_descriptor(self._read_document(fd), namespace)
         self._declared[namespace] = declared
         return declared
 

@@ -203,6 +203,11 @@ class PrefixIndex:
         frame = self._tree.find(name)
         return self._located(plain_name(name), frame)
 
+    def holds(self, name: Name, tier: str) -> bool:
+        """Whether a tier has this frame."""
+        frame = self._tree.find(name)
+        return frame is not None and frame.stored[self._tree.by_name[tier].index] >= 0
+
     def names(self, tier: str) -> Iterator[tuple[FrameName, int]]:
         """Every frame of a tier, with its stored bytes, parents before children for the shared block frames."""
         index = self._tree.by_name[tier].index

@@ -462,10 +462,13 @@ class PrefixTree:
             checkpoint = self.checkpoints.get(key_of(name))
             return checkpoint.frames.get(plain_name(name)) if checkpoint else None
         node = self.nodes.get(name.prefix)
-        if node is None or not node.depth:
+        if node is None or node.parent is None or node.parent.prefix != name.parent:
             return None
-        slot = node.layout.first_slots.get(name.group)
-        return None if slot is None else node.frames[slot + name.rank]
+        layout = node.layout
+        slot = layout.first_slots.get(name.group)
+        if slot is None or not 0 <= name.rank < layout.shards or name.tokens != node.depth * layout.block_tokens:
+            return None
+        return node.frames[slot + name.rank]
 
     def _insert_checkpoint(self, name: Name, layout: Layout, home: Holdings, stored_bytes: int, lineage: int) -> None:
         depth, tail = divmod(name.tokens, layout.block_tokens)

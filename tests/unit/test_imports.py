@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CORE = {"errors", "identity", "geometry"}
 FRAMES = CORE | {"codecs", "frame"}
-NODE = FRAMES | {"tiers", "prefix_tree", "index", "policy", "config", "metrics", "cache"}
+NODE = FRAMES | {"tiers", "prefix_tree", "index", "policy", "namespace", "level", "config", "metrics", "cache"}
 ENGINES = {"devices", "states", "engines"}
 
 # Unit of tiered_cache -> the other units it may import, at any depth of nesting in its code.
@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "policy": CORE | {"prefix_tree", "index"},  # policies read the index, which never asks a policy
     "config": CORE | {"tiers"},
     "metrics": {"errors"},
+    "namespace": FRAMES | {"tiers", "prefix_tree", "index"},
+    "level": NODE - {"level", "cache"},
     "cache": NODE - {"cache"},
     "engines": CORE | {"devices", "states"},
     "service": NODE | ENGINES,

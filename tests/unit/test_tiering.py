@@ -253,8 +253,8 @@ def flip(cluster: LocalCluster, tier: str, key: FrameKey, tmp_path: Path) -> Non
         raw[len(raw) // 2] ^= 4
         path.write_bytes(raw)
         return
-    slot = next(slot for slot in cluster.cache._slots if slot.tier.name == tier)
-    (view,) = slot.tier.get([GetRequest(key.path())])
+    level = next(level for level in cluster.cache._levels if level.name == tier)
+    (view,) = level.tier.get([GetRequest(key.path())])
     assert isinstance(view, memoryview)
     middle = np.frombuffer(view, np.uint8).ctypes.data + view.nbytes // 2
     ctypes.c_uint8.from_address(middle).value ^= 4

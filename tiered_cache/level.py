@@ -1,0 +1,504 @@
+"""`Level`: one tier with its policy and its part of the index, kept in step.
+
+The index lists what the tier has, and the policy knows the checkpoints that this makes. Whatever comes, goes or turns
+out to be bad passes through here:
+
+- Whoever changes or judges what the tier has under some names has these names to himself meanwhile, and deletes only
+  what the index does not list then. So a frame that one thread drops and another puts is listed exactly if it is there.
+- The policy is told of a checkpoint in the moment in which the index lists or forgets it.
+- Only a verified absence, or bytes that were read and are bad, take a frame out of the index unasked.
+- What may be in the tier and is not listed, since a put or a delete has failed, is remembered, and deleted later.
+
+The lock over index, policies and figures is never held while the tier is asked for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from tiered_cache.codecs import Mode
+from tiered_cache.errors import (
+    DeadlineError,
+    FrameNotFoundError,
+    IdentityError,
+    TieredCacheError,
+    TierError,
+    VersionError,
+)
+from tiered_cache.identity import CHECKPOINT, FrameKey
+from tiered_cache.index import Claim, FrameName, PrefixId, PrefixIndex, RemovalReason, TierView, private_checkpoint
+from tiered_cache.namespace import (
+    BAD,
+    DESCRIPTOR_BYTES_MAX,
+    Namespace,
+    descriptor_namespace,
+    descriptor_path,
+    read_descriptor,
+)
+from tiered_cache.policy.base import CachePolicy
+from tiered_cache.prefix_tree import plain_name
+from tiered_cache.tiers.base import Durability, GetAnswer, GetRequest, PutItem, PutOutcome, Reservation, Tier
+
+PUT_ATTEMPTS = 3
+"""How often something is put whose place is taken by something bad."""
+ALONE_S = 60.0
+"""How long to wait for another thread's work on the same frames."""
+
+_log = logging.getLogger(__name__)
+
+
+class StoredFrame(NamedTuple):
+    """A frame's stored form."""
+
+    name: FrameName
+    key: FrameKey
+    lineage: int
+    bytes: int
+    buffers: Sequence[memoryview]
+
+
+class Arrival(NamedTuple):
+    """A frame that is in the tier now."""
+
+    key: FrameKey
+    bytes: int
+    created: bool
+    """False if it was there already, sound."""
+
+
+class _Found(NamedTuple):
+    """A frame that the tier has."""
+
+    name: FrameName
+    bytes: int
+    lineage: int
+    verified: bool
+
+
+class _Reading(NamedTuple):
+    """What frames of the tier turned out to be."""
+
+    sound: list[_Found]
+    absent: list[FrameName]
+    bad: list[tuple[FrameName, TieredCacheError]]
+    errors: list[TierError]
+    """The tier could not say."""
+
+
+class CacheState:
+    """What the levels of one cache share, and the lock over it."""
+
+    def __init__(self, tiers: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.lock = threading.RLock()
+        self.freed = threading.Condition(self.lock)
+        """Somebody has done with some frames."""
+        self.index = PrefixIndex(tiers)
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.counters: Counter[str] = Counter()
+        self.clock = clock
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self.lock:
+            self.counters[what] += number
+
+    def add(self, known: Namespace) -> Namespace:
+        """Make a namespace known; returns the one that is."""
+        with self.lock:
+            self.index.register(known.layout)
+            return self.namespaces.setdefault(known.digest, known)
+
+    def namespace(self, digest: bytes) -> Namespace:
+        """Raises `IdentityError` if it is not known."""
+        with self.lock:
+            known = self.namespaces.get(digest)
+        if known is None:
+            raise IdentityError(f"namespace {digest.hex()[:16]} is not registered on this node")
+        return known
+
+
+class Level:
+    """One tier, who decides about it, and how frames are encoded for it."""
+
+    def __init__(self, tier: Tier, policy: CachePolicy, mode: Mode, state: CacheState, below: Level | None) -> None:
+        self.tier = tier
+        self.policy = policy
+        self.mode = mode
+        self.name = tier.name
+        self.below = below
+        self._state = state
+        self._index = state.index
+        self._busy: set[FrameName] = set()
+        self._doomed: dict[FrameName, None] = {}  # may be there and are not listed
+        self._described: set[bytes] = set()  # namespaces whose descriptor is there
+        self._strange: set[bytes] = set()  # namespaces of which there are frames and no sound descriptor
+
+    @property
+    def view(self) -> TierView:
+        return self._index.view(self.name)
+
+    # Names
+
+    @contextmanager
+    def _alone(self, names: Collection[FrameName]) -> Iterator[None]:
+        """Nobody else puts, deletes or judges these frames meanwhile. Never within another such block."""
+        freed = self._state.freed
+        with freed:
+            if not freed.wait_for(lambda: self._busy.isdisjoint(names), ALONE_S):
+                raise DeadlineError(f"others work on the same frames for more than {ALONE_S} s", None, self.name)
+            self._busy.update(names)
+        try:
+            yield
+        finally:
+            with freed:
+                self._busy.difference_update(names)
+                freed.notify_all()
+
+    @contextmanager
+    def _counted(self, how: str) -> Iterator[None]:
+        """Count the frames that come into the index, or leave it, within the block."""
+        index, name = self._index, self.name
+        frames, bytes_ = index.stored_frames(name), index.stored_bytes(name)
+        yield
+        self._book(how, abs(index.stored_frames(name) - frames), abs(index.stored_bytes(name) - bytes_))
+
+    def _book(self, how: str, frames: int, bytes_: int) -> None:
+        if frames:
+            self._state.counters[f"frames.{self.name}.{how}"] += frames
+            self._state.counters[f"bytes.{self.name}.{how}"] += bytes_
+
+    def _list(self, found: Iterable[_Found], how: str) -> list[FrameName]:
+        """List frames that are there, and tell the policy of checkpoints that were not before.
+
+        Returns those that cannot be listed, since their names contradict others.
+        """
+        contradicting: list[FrameName] = []
+        with self._state.lock, self._counted(how):
+            view, added = self.view, dict[PrefixId, None]()
+            for name, bytes_, lineage, verified in found:
+                checkpoint = _checkpoint_of(name)
+                there = checkpoint in view
+                try:
+                    self._index.insert(name, self.name, self.tier.footprint(bytes_), lineage)
+                except IdentityError:
+                    contradicting.append(name)
+                    continue
+                if verified:
+                    self._index.set_verified(name, self.name)
+                if not there and checkpoint in view:
+                    added[checkpoint] = None
+            if added:
+                self.policy.commit(sorted(added, key=view.tokens), [], self._state.clock(), view)
+        return contradicting
+
+    def _forget(self, name: FrameName, reason: RemovalReason) -> list[FrameName]:
+        """Take a frame out of the index that is not there, or not whole; returns what nothing needs any more.
+
+        With the last of a checkpoint's frames goes what only it needed; a private one is worth nothing in part.
+        """
+        with self._state.lock:
+            if not self._index.holds(name, self.name):
+                return []
+            view, checkpoint = self.view, _checkpoint_of(name)
+            there = checkpoint in view
+            frames, bytes_ = self._index.stored_frames(self.name), self._index.stored_bytes(self.name)
+            own_bytes = dict(self._index.locate(name).copies)[self.name]
+            shards = self._namespace_of(name).geometry.shards
+            others = (name._replace(rank=rank) for rank in range(shards) if rank != name.rank)
+            last = name.private or not any(self._index.holds(other, self.name) for other in others)
+            names: list[FrameName] = []
+            if last and (name.group == CHECKPOINT or name.private):
+                names = self._index.drop(checkpoint, self.name, reason)
+            else:
+                self._index.remove(name, self.name, reason)
+            frames -= self._index.stored_frames(self.name)
+            bytes_ -= self._index.stored_bytes(self.name)
+            self._book(reason, 1, own_bytes)
+            self._book(RemovalReason.ABANDONED, frames - 1, bytes_ - own_bytes)
+            if there and checkpoint not in view:
+                self.policy.commit([], [(checkpoint, reason)], self._state.clock(), view)
+            return [other for other in names if other != name]
+
+    # In
+
+    def put(self, frames: Sequence[StoredFrame], room: Reservation) -> list[Arrival]:
+        """Put frames of one namespace, at most a batch, and list them; what is there already must be sound.
+
+        A bad one in their place is set aside, and they are put again. Raises what the tier raises: what had come by
+        then is listed, and goes when its claim is released. Raises `IdentityError` if names contradict others.
+        """
+        arrivals: list[Arrival] = []
+        leftover: list[FrameName] = []
+        try:
+            with self._alone([stored.name for stored in frames]):
+                for _ in range(PUT_ATTEMPTS):
+                    created, there = self._put_once(frames, room)
+                    arrivals += [Arrival(stored.key, stored.bytes, created=True) for stored in created]
+                    if not there:
+                        return arrivals
+                    reading = self._read([stored.name for stored in there])
+                    self._list(reading.sound, "found")
+                    arrivals += [Arrival(key_of(found.name), found.bytes, created=False) for found in reading.sound]
+                    leftover += self._set_aside(reading)
+                    if reading.errors:
+                        raise reading.errors[0]
+                    sound = {found.name for found in reading.sound}
+                    frames = [stored for stored in there if stored.name not in sound]
+                    if not frames:
+                        return arrivals
+        finally:
+            self.delete(leftover)
+        raise TierError("a bad frame is in its place again and again", frames[0].key.path(), self.name)
+
+    def _put_once(
+        self, frames: Sequence[StoredFrame], room: Reservation
+    ) -> tuple[list[StoredFrame], list[StoredFrame]]:
+        """The frames that were created, and are listed, and those that were there."""
+        names = [stored.name for stored in frames]
+        try:
+            outcomes = self.tier.put([PutItem(stored.key.path(), stored.buffers) for stored in frames], room)
+        except TieredCacheError:
+            self._state.count(f"errors.{self.name}.put")
+            self._doom(names)  # the tier takes back what it can, we the rest
+            raise
+        created: list[StoredFrame] = []
+        there: list[StoredFrame] = []
+        for stored, outcome in zip(frames, outcomes, strict=True):
+            (created if outcome is PutOutcome.CREATED else there).append(stored)
+        contradicting = self._list((_Found(s.name, s.bytes, s.lineage, verified=False) for s in created), "put")
+        if contradicting:
+            self._doom(contradicting)
+            raise IdentityError("another prefix has this name", key_of(contradicting[0]).path(), self.name)
+        return created, there
+
+    # Out
+
+    def drop(self, chosen: Iterable[tuple[PrefixId, RemovalReason]]) -> None:
+        """Drop checkpoints and what only they need; pinned ones, and those that are gone, are left alone."""
+        names: list[FrameName] = []
+        dropped: list[tuple[PrefixId, RemovalReason]] = []
+        with self._state.lock:
+            now_s, view = self._state.clock(), self.view
+            pinned = self._index.pinned(now_s)
+            for prefix, reason in chosen:
+                if prefix in pinned or prefix not in view:
+                    continue
+                with self._counted(reason):
+                    names += self._index.drop(prefix, self.name, reason)
+                if prefix not in view:
+                    dropped.append((prefix, reason))
+                    self._state.counters[f"dropped.{self.name}.{reason}"] += 1
+            if dropped:
+                self.policy.commit([], dropped, now_s, view)
+        self.delete(names)
+
+    def release(self, claims: Iterable[Claim]) -> None:
+        """End claims, and drop what came under them without its checkpoint."""
+        with self._state.lock:
+            names = [name for claim in claims for name in self._index.release(claim)]
+            self._abandon(names)
+        self.delete(names)
+
+    def _abandon(self, names: Iterable[FrameName]) -> None:
+        with self._counted(RemovalReason.ABANDONED):
+            for name in names:
+                self._index.remove(name, self.name, RemovalReason.ABANDONED)
+
+    def delete(self, names: Sequence[FrameName]) -> None:
+        """Delete from the tier what is not listed; what cannot be deleted now is tried again later."""
+        if not names:
+            return
+        try:
+            with self._alone(names):
+                with self._state.lock:
+                    gone = [name for name in names if not self._index.holds(name, self.name)]
+                self.tier.delete([key_of(name).path() for name in gone])
+        except TierError as error:
+            self._state.count(f"errors.{self.name}.delete")
+            _log.warning("tier %s: %d frames are to be deleted later: %s", self.name, len(names), error)
+            self._doom(names)
+        else:
+            with self._state.lock:
+                for name in names:
+                    self._doomed.pop(name, None)
+
+    def _doom(self, names: Iterable[FrameName]) -> None:
+        with self._state.lock:
+            self._doomed.update(dict.fromkeys(names))
+
+    def tidy(self) -> None:
+        """Delete what failed calls have left behind."""
+        with self._state.lock:
+            doomed = list(self._doomed)
+        self.delete(doomed)
+
+    # What is there
+
+    def get(self, keys: Iterable[FrameKey]) -> Sequence[GetAnswer]:
+        """The tier's answers, errors counted; if it cannot be asked at all, that is the error of each."""
+        requests = [GetRequest(key.path()) for key in keys]
+        try:
+            answers = self.tier.get(requests)
+        except TierError as error:
+            answers = [error] * len(requests)
+        if failed := sum(isinstance(answer, TierError) for answer in answers):
+            self._state.count(f"errors.{self.name}.get", failed)
+        return answers
+
+    def judge(self, names: Sequence[FrameName], *, decoded: bool = False) -> None:
+        """Read listed frames of one namespace: sound ones are verified then, others leave the index.
+
+        Raises `TierError` if the tier could not say of one: that is no evidence of anything.
+        """
+        leftover: list[FrameName] = []
+        try:
+            with self._alone(names):
+                reading = self._read(names, decoded=decoded)
+                with self._state.lock:
+                    self._list((f for f in reading.sound if self._index.holds(f.name, self.name)), "found")
+                leftover += self._set_aside(reading)
+        finally:
+            self.delete(leftover)
+        if reading.errors:
+            raise reading.errors[0]
+
+    def judge_if_listed(self, key: FrameKey, *, decoded: bool = False) -> None:
+        """The same of one frame that may be listed; if the tier cannot say, that is counted."""
+        with self._state.lock:
+            listed = self._index.holds(key, self.name)
+        if listed:
+            with suppress(TierError):  # whoever needs the frame next will find out
+                self.judge([plain_name(key)], decoded=decoded)
+
+    def _read(self, names: Sequence[FrameName], *, decoded: bool = False) -> _Reading:
+        known, keys = self._namespace_of(names[0]), [key_of(name) for name in names]
+        reading = _Reading([], [], [], [])
+        for name, key, answer in zip(names, keys, self.get(keys), strict=True):
+            try:
+                header = known.check(key, answer, decoded=decoded)
+            except FrameNotFoundError:
+                reading.absent.append(name)
+            except TierError as error:
+                reading.errors.append(error)
+            except BAD as error:
+                reading.bad.append((name, error))
+            else:
+                reading.sound.append(_Found(name, header.total_bytes, header.lineage, verified=True))
+        return reading
+
+    def _set_aside(self, reading: _Reading) -> list[FrameName]:
+        """Take absent and bad frames out of the index, bad ones into quarantine; returns what nothing needs now."""
+        leftover = [name for absent in reading.absent for name in self._forget(absent, RemovalReason.LOST)]
+        for name, error in reading.bad:
+            path = key_of(name).path()
+            _log.warning("tier %s: %s is set aside: %s", self.name, path, error.message)
+            try:
+                self.tier.quarantine(path, error.message)
+            except TierError:
+                self._state.count(f"errors.{self.name}.quarantine")
+                self._doom([name])
+            self._state.count(f"quarantined.{self.name}")
+            leftover += self._forget(name, RemovalReason.QUARANTINED)
+        return leftover
+
+    def _namespace_of(self, name: FrameName) -> Namespace:
+        return self._state.namespace(key_of(name).namespace)
+
+    # After a restart
+
+    def is_described(self, known: Namespace) -> bool:
+        """Whether the frames of a namespace that the tier holds will be known after a restart, if it outlives us."""
+        return self.tier.durability is Durability.HOST or known.digest in self._described
+
+    def describe(self, known: Namespace) -> None:
+        """Put a namespace's descriptor; one that is there and bad is set aside.
+
+        Raises `CapacityError` if there is no room even for that, and `TierError`.
+        """
+        path, body = descriptor_path(known.digest), known.descriptor()
+        for _ in range(PUT_ATTEMPTS):
+            with self.tier.reserve([len(body)]) as room:
+                (outcome,) = self.tier.put([PutItem(path, [body])], room)
+            try:
+                if outcome is PutOutcome.EXISTS:
+                    self._read_descriptor(path, known.digest)
+            except FrameNotFoundError:
+                continue
+            except VersionError as error:  # a newer peer's
+                raise TierError(error.message, path, self.name) from error
+            except BAD as error:
+                _log.warning("tier %s: %s is set aside: %s", self.name, path, error.message)
+                self._state.count(f"descriptors.{self.name}.quarantined")
+                self.tier.quarantine(path, error.message)
+                continue
+            with self._state.lock:
+                self._described.add(known.digest)
+            return
+        raise TierError("a bad descriptor is in its place again and again", path, self.name)
+
+    def _read_descriptor(self, path: str, namespace: bytes) -> Namespace:
+        """Raises `FrameNotFoundError`, `TierError`, or what is wrong, one of `BAD`."""
+        (answer,) = self.tier.get([GetRequest(path, bytes=DESCRIPTOR_BYTES_MAX)])
+        if not isinstance(answer, memoryview):
+            raise answer
+        return read_descriptor(bytes(answer), namespace)
+
+    def adopt(self, only: Namespace | None = None) -> int:
+        """List what the tier holds, of one namespace or of all, by names alone; how many frames that are.
+
+        Names that are no frames', and frames of namespaces without a sound descriptor, are left alone and counted.
+        Rows that no checkpoint needs, the rest of a spill that was cut off, are deleted.
+        """
+        keys: list[tuple[FrameKey, int]] = []
+        for entry in self.tier.list(f"{only.digest.hex()}/" if only else ""):
+            if (namespace := descriptor_namespace(entry.path)) is not None:
+                self._learn(entry.path, namespace)
+                continue
+            try:
+                keys.append((FrameKey.parse(entry.path), entry.bytes))
+            except IdentityError:
+                self._state.count(f"recovered.{self.name}.foreign")
+        counters = self._state.counters
+        with self._state.lock:
+            known = [pair for pair in keys if pair[0].namespace in self._state.namespaces]
+            found = (_Found(plain_name(key), size, key.private, verified=False) for key, size in known)
+            contradicting = self._list(found, "found")
+            leftover = self._index.unsupported(self.name)
+            self._abandon(leftover)
+            self._strange |= {key.namespace for key, _ in keys}
+            self._strange -= self._state.namespaces.keys()
+            counters[f"recovered.{self.name}.unknown"] += len(keys) - len(known)
+            counters[f"recovered.{self.name}.foreign"] += len(contradicting)
+        self.delete(leftover)
+        return len(known) - len(contradicting) - len(leftover)
+
+    def _learn(self, path: str, namespace: bytes) -> None:
+        """Make known the namespace that a stored descriptor describes."""
+        try:
+            self._state.add(self._read_descriptor(path, namespace))
+        except (TierError, FrameNotFoundError):
+            self._state.count(f"errors.{self.name}.get")
+        except BAD:
+            self._state.count(f"recovered.{self.name}.bad_descriptor")
+        else:
+            with self._state.lock:
+                self._described.add(namespace)
+
+    def is_strange(self, known: Namespace) -> bool:
+        """Whether there are frames of a namespace that were found before it was known."""
+        return known.digest in self._strange
+
+
+def key_of(name: FrameName) -> FrameKey:
+    """The same name as a key that has a path."""
+    return FrameKey(*name)  # type: ignore[arg-type]
+
+
+def _checkpoint_of(name: FrameName) -> PrefixId:
+    """The checkpoint that a frame belongs to, or, where block ends own no frames, that it makes."""
+    return private_checkpoint(name.namespace, name.private) if name.private else name.prefix
