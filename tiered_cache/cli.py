@@ -25,7 +25,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from tiered_cache import frame
@@ -386,7 +386,8 @@ def _header_table(header: FrameHeader) -> Table:
 
 
 def _sections_table(header: FrameHeader) -> Table:
-    table = Table("section", "dtype", "shape", "codec", "raw bytes", "stored bytes", "ratio", box=None)
+    names = ("section", "dtype", "shape", "codec", "raw bytes", "stored bytes", "ratio")
+    table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
     for section in header.sections:
         raw, stored = section.array.bytes, section.stored_bytes
         shape = " x ".join(map(str, section.array.shape))
