@@ -188,9 +188,9 @@ def replay(
     """Run the trace's requests through the cluster; `on_progress` is told after each.
 
     Raises `TraceError` for a bad line and `ConfigError` for a trace that the engine cannot run (too long a request,
-    more block ids than its vocabulary tells apart), and `IdentityError` or `GeometryError` if the cluster's engine is not
-    the one of the settings, all before the first request. What goes wrong with one request is counted in the result;
-    only several in a row that cannot be computed at all raise the last one's error.
+    more block ids than its vocabulary tells apart), and `IdentityError` or `GeometryError` if the cluster's engine is
+    not the one of the settings, all before the first request. What goes wrong with one request is counted in the
+    result; only several in a row that cannot be computed at all raise the last one's error.
     """
     engine = build_engine(replace(settings.cluster.worker, device="numpy"))
     if namespace_of(engine.identity.digest(), engine.geometry.fingerprint()) != cluster.namespace:
