@@ -1,13 +1,30 @@
-"""What all tests share: the long parts run with `--slow` only."""
+"""What all tests share: the long parts run with `--slow` only, and one S3 server for all."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tiered_cache.testing.object_servers import SeaweedServer
+
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    """A real S3 server on loopback, started for the first test that asks for it."""
+    from tiered_cache.testing.object_servers import SeaweedServer, find_seaweed
+
+    binary = find_seaweed()
+    if binary is None:
+        pytest.skip("SeaweedFS is not here: it comes with the test extra")
+    with SeaweedServer(binary, tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,669 @@
+"""`ObjectStoreTier`: one object an entry, in any store that obstore speaks to (the `s3` extra).
+
+    entries/<path>.blob
+    quarantine/<path>.blob.<time, 16 hex>.<reason>
+
+A put is one request that creates or fails, so an object is whole or not there; on S3 it carries a SHA-256 that the
+store checks. Requests run in an executor that is handed in, whose threads bound how many are under way. Each has a
+timeout and a few retries, of what can succeed the second time and nothing else (`open_store`); each call has a
+deadline besides. What still runs then is on its own: it writes into no buffer of the caller any more, and a put that
+succeeds too late takes its object back.
+
+Stores differ, callers do not see it: past the end is an empty answer, deleting what is not there is no error, and a
+name that is taken is `EXISTS`. Only the store's own "not there" is an absence.
+
+Within one process, changes of one name follow each other. What other processes do meanwhile is seen by the next
+listing, and by whoever asks for an object that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, wait
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
+
+from tiered_cache.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineError,
+    FrameNotFoundError,
+    TieredCacheError,
+    TierError,
+)
+from tiered_cache.tiers.arena import Arena, aligned_empty
+from tiered_cache.tiers.base import (
+    Durability,
+    GetAnswer,
+    GetRequest,
+    PutItem,
+    PutOutcome,
+    QuarantinedEntry,
+    Reservation,
+    Tier,
+    TierEntry,
+    TierUsage,
+    is_path,
+    reason_slug,
+)
+from tiered_cache.tiers.object_budget import LocalBudget, ObjectBudget
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, GetResult, ObjectMeta
+    from obstore.store import S3Config
+
+ENTRY_BYTES = 512
+"""Charged for an object's name and metadata."""
+ENTRY_BYTES_MAX = 5 << 30
+"""What S3 takes in one put."""
+SUFFIX = ".blob"
+_QUARANTINED = re.compile(
+    rf"quarantine/(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})"
+)
+_CHUNK_BYTES = 1 << 20  # of a body, copied while it is in the processor's cache
+_BUFFERS_BYTES = 64 << 20
+_LIST_TOGETHER = 1000
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_TIMED_OUT = re.compile(r"kind: Timeout|TimedOut|timed out")
+_RETRYABLE_STATUS = {408, 409, 425, 429}
+_REFUSED_STATUS = {401, 403}
+_FULL_STATUS = 507
+_NO_SPACE = "No space left on device"
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+def open_store(
+    url: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    request_timeout_s: float = 10.0,
+    retries: int = 3,
+    retry_timeout_s: float = 20.0,
+) -> ObjectStore:
+    """The store behind s3://, gs://, az://, file:// or memory://, below the URL's path.
+
+    Credentials, endpoint and region come from the store's usual environment variables and from `options`, which win
+    (`endpoint`, `region`, `access_key_id` and so on). Connection errors, timeouts of reads, 429 and 5xx are retried
+    after 50 ms, doubled each time, up to `retries` times and until `retry_timeout_s`. Raises `ConfigError`.
+    """
+    scheme = urlsplit(url).scheme
+    try:
+        if scheme == "memory":
+            return MemoryStore()
+        if scheme == "file":
+            return LocalStore.from_url(url, mkdir=True)
+        config = dict(options or {})
+        if scheme in {"s3", "s3a"}:
+            config.setdefault("checksum_algorithm", "SHA256")
+        endpoints = [*(v for k, v in config.items() if "endpoint" in k), *map(os.environ.get, _ENDPOINT_VARIABLES)]
+        return from_url(
+            url,
+            config=cast("S3Config", config),  # or of Google's or Azure's keys: the store checks them
+            client_options={
+                "allow_http": any(e is not None and e.startswith("http://") for e in endpoints),
+                "connect_timeout": timedelta(seconds=min(5.0, request_timeout_s)),
+                "timeout": timedelta(seconds=request_timeout_s),
+            },
+            retry_config={
+                "max_retries": retries,
+                "retry_timeout": timedelta(seconds=retry_timeout_s),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=50),
+                    "max_backoff": timedelta(seconds=2),
+                    "base": 2,
+                },
+            },
+        )
+    except (BaseError, ValueError, TypeError) as error:
+        raise ConfigError(f"object store {scheme}://{urlsplit(url).hostname or ''}: {_told(error)}") from None
+
+
+def durability_of(url: str) -> Durability:
+    """What entries behind a URL survive, as far as the URL tells."""
+    return {"memory": Durability.HOST, "file": Durability.DISK}.get(urlsplit(url).scheme, Durability.OBJECT)
+
+
+class ObjectStoreTier(Tier):
+    """Entries as objects of `store`, within `budget` (bytes, or who grants them).
+
+    Nobody else may use the executor's threads to call the tier: it waits for them. Every call ends after `deadline_s`,
+    a listing after so long for each page. Nothing is asked of the store before the first call.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        budget: ObjectBudget | int,
+        executor: Executor,
+        *,
+        name: str = "object",
+        durability: Durability = Durability.OBJECT,
+        deadline_s: float = 30.0,
+        quarantine_entries: int = 64,
+        quarantine_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = name
+        self.durability = durability
+        self._store = store
+        self._budget = LocalBudget(budget) if isinstance(budget, int) else budget
+        self._executor = executor
+        self._deadline_s = deadline_s
+        self._quarantine_entries = quarantine_entries
+        self._quarantine_bytes = self._budget.bytes_max // 16 if quarantine_bytes is None else quarantine_bytes
+        self._clock = clock
+        self._quarantine_time = 0
+        self._claims = _Claims()
+        self._buffers = Arena(_BUFFERS_BYTES)
+        self._refused = False
+        self._closed = False
+
+    @property
+    def bytes_max(self) -> int:
+        return self._budget.bytes_max
+
+    def footprint(self, bytes_: int) -> int:
+        return bytes_ + ENTRY_BYTES
+
+    def reserve(self, sizes: Sequence[int]) -> Reservation:
+        """As promised; and no room is granted before it is known what the store holds."""
+        self._check_open()
+        need = sum(map(self.footprint, sizes))
+        if not self._budget.is_counted:
+            try:
+                for _ in self.list():
+                    pass
+                self.quarantined()
+            except TierError as error:
+                raise CapacityError(
+                    f"what the store holds cannot be counted: {error.message}", None, self.name
+                ) from error
+        try:
+            self._budget.reserve(need)
+        except CapacityError as error:
+            raise CapacityError(error.message, None, self.name) from None
+        return Reservation(need, self._budget.unreserve)
+
+    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
+        self._check_open()
+        new: dict[str, PutItem] = {}
+        for item in items:
+            if not is_path(item.path):
+                raise TierError("not a path", item.path, self.name)
+            if item.bytes > ENTRY_BYTES_MAX:
+                raise TierError(f"{item.bytes} bytes are more than one object holds", item.path, self.name)
+            new.setdefault(item.path, item)
+        call = _Call(self._deadline_s, self.name)
+        reservation.take(sum(self.footprint(item.bytes) for item in new.values()))
+        try:
+            self._claims.take(new, call)
+        except DeadlineError:
+            reservation.put_back(sum(self.footprint(item.bytes) for item in new.values()))
+            raise
+        results = self._run(call, [partial(self._create, call, item, reservation) for item in new.values()])
+        outcomes = dict(zip(new, results, strict=True))
+        created = [path for path, outcome in outcomes.items() if outcome is PutOutcome.CREATED]
+        failure = next((result for result in results if isinstance(result, TieredCacheError)), None)
+        if failure is not None:
+            self._run(call, [partial(self._take_back, new[path], reservation) for path in call.end()])
+            raise failure
+        self._claims.give_back(created)
+        answers = [PutOutcome.EXISTS if item is not new[item.path] else outcomes[item.path] for item in items]
+        return [answer for answer in answers if isinstance(answer, PutOutcome)]
+
+    def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
+        self._check_open()
+        call = _Call(self._deadline_s, self.name)
+        answers = self._run(call, [partial(self._read, call, request) for request in requests])
+        call.end()
+        return [_as_answer(answer) for answer in answers]
+
+    def stat(self, paths: Sequence[str]) -> Sequence[int | None]:
+        self._check_open()
+        call = _Call(self._deadline_s, self.name)
+        return _all_of(self._run(call, [partial(self._stat, call, path) for path in paths]))
+
+    def list(self, prefix: str = "") -> Iterator[TierEntry]:
+        self._check_open()
+        found: dict[str, int] = {}
+        complete = False
+        since = self._budget.begin_count()
+        try:
+            for meta in self._list_objects(f"entries/{prefix}".rpartition("/")[0]):
+                path = meta["path"].removeprefix("entries/").removesuffix(SUFFIX)
+                if meta["path"] == _name(path) and is_path(path) and path.startswith(prefix):
+                    found[path] = self.footprint(meta["size"])
+                    yield TierEntry(path, meta["size"])
+            complete = not prefix
+        finally:
+            self._budget.end_count(found if complete else None, since)
+
+    def delete(self, paths: Sequence[str]) -> Sequence[bool]:
+        self._check_open()
+        there = dict.fromkeys((path for path in paths if is_path(path)), False)
+        call = _Call(self._deadline_s, self.name)
+        self._claims.take(there, call)
+        results = self._run(call, [partial(self._delete, call, path) for path in there])
+        there = dict(zip(there, _all_of(results), strict=True))
+        return [there.pop(path, False) for path in paths]
+
+    def quarantine(self, path: str, reason: str) -> bool:
+        self._check_open()
+        if not is_path(path):
+            return False
+        call = _Call(self._deadline_s, self.name)
+        self._claims.take([path], call)
+        (moved,) = _all_of(self._run(call, [partial(self._set_aside, call, path, reason)]))
+        if moved:
+            self._drop_quarantined()
+        return moved
+
+    def quarantined(self) -> Sequence[QuarantinedEntry]:
+        self._check_open()
+        return [entry for _, entry in self._list_quarantine()]
+
+    def usage(self) -> TierUsage:
+        self._check_open()
+        return self._budget.usage()
+
+    def set_limit(self, bytes_max: int) -> int:
+        self._check_open()
+        return self._budget.set_limit(bytes_max)
+
+    def close(self) -> None:
+        self._closed = True
+
+    # What runs in the executor
+
+    def _run(self, call: _Call, jobs: Iterable[Callable[[], _T]]) -> Sequence[_T | TieredCacheError]:
+        """Do all at once, as far as there are threads; a job that has not ended by the deadline is an error."""
+        futures = [self._executor.submit(job) for job in jobs]
+        wait(futures, call.left_s)
+        results: deque[_T | TieredCacheError] = deque()
+        for future in futures:
+            if not future.done():
+                call.end()
+                results.append(call.late())
+                continue
+            try:
+                results.append(future.result())
+            except TieredCacheError as error:
+                results.append(error)
+        return results
+
+    def _create(self, call: _Call, item: PutItem, reservation: Reservation) -> PutOutcome:
+        path, footprint = item.path, self.footprint(item.bytes)
+        spent = False
+        try:
+            call.check()
+            if self._budget.is_charged(path) and self._stat(call, path) is not None:
+                return PutOutcome.EXISTS  # found without sending the body
+            with self._errors(path, call, writes=True):
+                try:
+                    obstore.put(self._store, _name(path), self._joined(item), mode="create", use_multipart=False)
+                except (AlreadyExistsError, PreconditionError):
+                    bytes_ = self._stat(call, path)
+                    if bytes_ is None:
+                        raise TierError(
+                            "another writer or deleter was faster", path, self.name, retryable=True
+                        ) from None
+                    self._budget.charge(path, self.footprint(bytes_), reserved=False)
+                    return PutOutcome.EXISTS
+            self._budget.charge(path, footprint, reserved=True)
+            spent = True
+            if call.keep(path):
+                return PutOutcome.CREATED
+            self._remove(path, keep_reserved=True)
+            spent = False
+            raise call.late()
+        finally:
+            if not spent:
+                reservation.put_back(footprint)
+            if not call.keeps(path):
+                self._claims.give_back([path])
+
+    def _take_back(self, item: PutItem, reservation: Reservation) -> None:
+        """Undo a create of a put that failed as a whole."""
+        try:
+            self._remove(item.path, keep_reserved=True)
+            reservation.put_back(self.footprint(item.bytes))
+        except TierError as error:
+            _log.warning("tier %s: an entry of a put that failed stays: %s", self.name, error)
+        finally:
+            self._claims.give_back([item.path])
+
+    def _delete(self, call: _Call, path: str) -> bool:
+        try:
+            if self._stat(call, path) is None:
+                return False
+            self._remove(path)
+            return True
+        finally:
+            self._claims.give_back([path])
+
+    def _remove(self, path: str, *, keep_reserved: bool = False) -> None:
+        self._delete_object(_name(path), path)
+        self._budget.uncharge(path, keep_reserved=keep_reserved)
+
+    def _delete_object(self, name: str, path: str) -> None:
+        with self._errors(path), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._store, name)
+
+    def _stat(self, call: _Call, path: str) -> int | None:
+        call.check()
+        if not is_path(path):
+            return None
+        since = self._budget.moment()
+        with self._errors(path, call):
+            try:
+                return obstore.head(self._store, _name(path))["size"]
+            except FileNotFoundError:
+                self._budget.uncharge(path, before=since)
+                return None
+
+    def _set_aside(self, call: _Call, path: str, reason: str) -> bool:
+        try:
+            bytes_ = self._stat(call, path)
+            if bytes_ is None:
+                return False
+            self._quarantine_time = max(self._quarantine_time + 1, int(self._clock() * 1e9))
+            aside = f"quarantine/{path}{SUFFIX}.{self._quarantine_time:016x}.{reason_slug(reason)}"
+            with self._errors(path, call):
+                obstore.copy(self._store, _name(path), aside)
+            self._remove(path)
+            self._budget.set_aside(aside, self.footprint(bytes_))
+            return True
+        finally:
+            self._claims.give_back([path])
+
+    # Reading
+
+    def _read(self, call: _Call, request: GetRequest) -> GetAnswer:
+        call.check()
+        if not is_path(request.path):
+            return FrameNotFoundError("not there", request.path, self.name)
+        since = self._budget.moment()
+        limits = [
+            n for n in (request.bytes, request.into.nbytes if request.into is not None else None) if n is not None
+        ]
+        limit = min(limits, default=None)
+        with self._errors(request.path, call):
+            try:
+                if limit == 0:
+                    obstore.head(self._store, _name(request.path))
+                    return self._target(request, 0)
+                try:
+                    result = obstore.get(self._store, _name(request.path), options=_range(request.offset, limit))
+                except (FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
+                    raise
+                except BaseError:  # stores have no common word for a range past the end
+                    if limit is None and not request.offset:
+                        raise
+                    if request.offset < obstore.head(self._store, _name(request.path))["size"]:
+                        raise
+                    return self._target(request, 0)
+                return self._receive(call, request, result)
+            except FileNotFoundError:
+                self._budget.uncharge(request.path, before=since)
+                return FrameNotFoundError("not there", request.path, self.name)
+
+    def _receive(self, call: _Call, request: GetRequest, result: GetResult) -> memoryview:
+        """The body, which must be what was asked for, no more and no less."""
+        size = result.meta["size"]
+        start, wanted = request.span(size)
+        if result.range != (start, start + wanted):
+            sent = f"bytes {result.range[0]} to {result.range[1]} of {size}, not {start} to {start + wanted}"
+            raise TierError(f"the store sent {sent}", request.path, self.name, retryable=True)
+        if wanted > ENTRY_BYTES_MAX:
+            raise TierError(f"{wanted} bytes are more than one object holds", request.path, self.name)
+        target = self._target(request, wanted)
+        done = 0
+        for chunk in result.stream(_CHUNK_BYTES):
+            came = len(chunk)
+            if done + came > wanted:
+                raise TierError(f"more than {wanted} bytes came", request.path, self.name, retryable=True)
+            call.copy(target[done : done + came], memoryview(chunk))
+            done += came
+        if done != wanted:
+            raise TierError(f"{done} of {wanted} bytes came", request.path, self.name, retryable=True)
+        return target.toreadonly() if request.into is None else target
+
+    def _target(self, request: GetRequest, bytes_: int) -> memoryview:
+        return self._buffer(bytes_) if request.into is None else request.into.cast("B")[:bytes_]
+
+    def _joined(self, item: PutItem) -> memoryview:
+        """A copy of the item: its buffers are the caller's again after the deadline, while they are still sent."""
+        joined = self._buffer(item.bytes)
+        done = 0
+        for view in item.views():
+            _copy(joined[done : done + view.nbytes], view)
+            done += view.nbytes
+        return joined
+
+    def _buffer(self, bytes_: int) -> memoryview:
+        """A warm buffer, which comes back when the last view of it is gone, or a new one if all are lent."""
+        runs = self._buffers.allocate(bytes_, in_one=True)
+        if not runs:
+            return aligned_empty(bytes_).data
+        return self._buffers.lend(runs[0], 0, bytes_, partial(self._buffers.free_later, runs), writable=True)
+
+    # Listing
+
+    def _list_objects(self, directory: str) -> Iterator[ObjectMeta]:
+        """Everything below, in pages, each by its own deadline."""
+        stream = obstore.list(self._store, directory, chunk_size=_LIST_TOGETHER)
+
+        def page() -> Sequence[ObjectMeta]:
+            with self._errors(None, call):
+                return next(stream, ())
+
+        while True:
+            call = _Call(self._deadline_s, self.name)
+            (found,) = _all_of(self._run(call, [page]))
+            yield from found
+            if not found:
+                return
+
+    def _list_quarantine(self) -> Sequence[tuple[str, QuarantinedEntry]]:
+        """(name, entry), oldest first."""
+        entries: dict[str, tuple[str, QuarantinedEntry]] = {}
+        for meta in self._list_objects("quarantine"):
+            match = _QUARANTINED.fullmatch(meta["path"])
+            if match and is_path(match["path"]):
+                entries[meta["path"]] = match["time"], QuarantinedEntry(match["path"], match["reason"], meta["size"])
+        self._budget.count_aside({name: self.footprint(entry.bytes) for name, (_, entry) in entries.items()})
+        ordered = sorted(entries.items(), key=lambda found: (found[1][0], found[0]))
+        return [(name, entry) for name, (_, entry) in ordered]
+
+    def _drop_quarantined(self) -> None:
+        """Delete what the quarantine holds beyond its bounds."""
+        entries = self._list_quarantine()
+        bytes_ = sum(self.footprint(entry.bytes) for _, entry in entries)
+        for index, (name, entry) in enumerate(entries):
+            if len(entries) - index <= self._quarantine_entries and bytes_ <= self._quarantine_bytes:
+                break
+            bytes_ -= self.footprint(entry.bytes)
+            call = _Call(self._deadline_s, self.name)
+            _all_of(self._run(call, [partial(self._delete_object, name, entry.path)]))
+            self._budget.drop_aside(name)
+
+    # Errors
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError("closed", None, self.name)
+
+    @contextlib.contextmanager
+    def _errors(self, path: str | None, call: _Call | None = None, *, writes: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            failure = self._translated(error, path, writes=writes)
+            failure.__cause__ = type(error)(_told(error))  # its own text is long, and may hold a signed URL
+            if call is not None and isinstance(error, PermissionDeniedError | UnauthenticatedError):
+                call.refuse(failure)
+            raise failure from failure.__cause__
+        else:
+            self._refused = False
+
+    def _translated(self, error: BaseError | OSError, path: str | None, *, writes: bool) -> TieredCacheError:
+        text = str(error)
+        status = int(match[1]) if (match := _STATUS.search(text)) else 0
+        code = match[1] if (match := _CODE.search(text)) else ""
+        answer = f"HTTP {status} {code}".rstrip() if status else _told(error)
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in _REFUSED_STATUS:
+            if not self._refused:
+                self._refused = True
+                _log.error("tier %s: the store refuses our credentials: %s", self.name, answer)
+            return TierError(f"the store refuses our credentials: {answer}", path, self.name)
+        if writes and (status == _FULL_STATUS or _NO_SPACE in text):
+            return CapacityError(f"the store is full: {answer}", path, self.name)
+        if status:
+            retryable = status >= 500 or status in _RETRYABLE_STATUS
+            return TierError(f"the store answered {answer}", path, self.name, retryable)
+        if _TIMED_OUT.search(text):
+            return DeadlineError(f"the store did not answer in time: {answer}", path, self.name)
+        return TierError(answer, path, self.name, not isinstance(error, FileNotFoundError))
+
+
+class _Claims:
+    """Names that are being changed: who wants to change one waits for its turn."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._names: set[str] = set()
+
+    def take(self, names: Collection[str], call: _Call) -> None:
+        """All of them together. Raises `DeadlineError`, and takes none, if they are not free in time."""
+        with self._free:
+            if not self._free.wait_for(lambda: self._names.isdisjoint(names), call.left_s):
+                raise DeadlineError("an earlier change of the same name has not ended", next(iter(names)), call.tier)
+            self._names.update(names)
+
+    def give_back(self, names: Iterable[str]) -> None:
+        with self._free:
+            self._names.difference_update(names)
+            self._free.notify_all()
+
+
+class _Call:
+    """What the jobs of one call share: its deadline, and whether it is over."""
+
+    def __init__(self, deadline_s: float, tier: str) -> None:
+        self.tier = tier
+        self._deadline_s = deadline_s
+        self._until_s = time.monotonic() + deadline_s
+        self._settled = threading.Condition()
+        self._over = False
+        self._copies = 0
+        self._kept: dict[str, None] = {}
+        self._refusal: TieredCacheError | None = None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._until_s - time.monotonic())
+
+    def late(self) -> DeadlineError:
+        return DeadlineError(f"not done within {self._deadline_s} s", None, self.tier)
+
+    def check(self) -> None:
+        """Raises `DeadlineError` if it is too late to begin anything, and what another job was refused with."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self._over or not self.left_s:
+            raise self.late()
+
+    def refuse(self, why: TieredCacheError) -> None:
+        """Nothing that the other jobs could ask would be granted: one answer, not a flood."""
+        self._refusal = why
+
+    def copy(self, target: memoryview, source: memoryview) -> None:
+        """Into a buffer that is the caller's again when the call is over."""
+        with self._settled:
+            if self._over or not self.left_s:
+                raise self.late()
+            self._copies += 1
+        try:
+            _copy(target, source)
+        finally:
+            with self._settled:
+                self._copies -= 1
+                self._settled.notify_all()
+
+    def keep(self, path: str) -> bool:
+        """Whether an entry that was created may stay."""
+        with self._settled:
+            if not self._over:
+                self._kept[path] = None
+            return not self._over
+
+    def keeps(self, path: str) -> bool:
+        with self._settled:
+            return path in self._kept
+
+    def end(self) -> Sequence[str]:
+        """From now on nothing is copied, and nothing that is created stays. Returns what was created so far."""
+        with self._settled:
+            self._over = True
+            self._settled.wait_for(lambda: not self._copies)
+            return list(self._kept)
+
+
+def _name(path: str) -> str:
+    return f"entries/{path}{SUFFIX}"
+
+
+def _range(offset: int, limit: int | None) -> GetOptions | None:
+    if limit is not None:
+        return {"range": (offset, offset + limit)}
+    return {"range": {"offset": offset}} if offset else None
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """The lock of the interpreter is not held."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _as_answer(result: GetAnswer | TieredCacheError) -> GetAnswer:
+    assert isinstance(result, memoryview | FrameNotFoundError | TierError)
+    return result
+
+
+def _all_of(results: Sequence[_T | TieredCacheError]) -> list[_T]:
+    """The results; raises the first error instead."""
+    good: list[_T] = []
+    for result in results:
+        if isinstance(result, TieredCacheError):
+            raise result
+        good.append(result)
+    return good
+
+
+def _told(error: Exception) -> str:
+    """The first line of an error's text, without queries, which may be signatures."""
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return re.sub(r"\?\S*", "", line)[:300]
