@@ -140,9 +140,9 @@ def replay(
         settings = ReplaySettings(ClusterSettings(workers, worker, tiers), requests, seed)
         with _cluster(settings.cluster, ray) as cluster, _meter(quiet=quiet) as meter:
             result = run_replay(source, cluster, settings, lambda progress: _show_replay(meter, progress))
+        write_json(result.to_json())
         if not quiet:
             _console(json_path).print(_replay_table(result))
-        write_json(result.to_json())
     return FOUND_BAD if result.mismatches or result.failures_by_reason else 0
 
 

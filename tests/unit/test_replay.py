@@ -12,7 +12,7 @@ import pytest
 
 from tiered_cache import frame
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
-from tiered_cache.errors import CapacityError, ConfigError, IdentityError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, IdentityError, TierError
 from tiered_cache.identity import PrefixChain
 from tiered_cache.index import Layout, PrefixIndex, RemovalReason
 from tiered_cache.policy.base import Hints, Request
@@ -246,13 +246,15 @@ def failing(method: object, error: Exception, at: set[int]) -> object:
     return call
 
 
-def test_a_spill_that_fails_fails_no_request() -> None:
+def test_a_spill_or_release_that_fails_fails_no_request() -> None:
     settings = ReplaySettings(host_only(64 * MIB), requests=10)
     with LocalCluster(settings.cluster) as cluster:
         cluster.tiering.spill = failing(cluster.tiering.spill, TierError("the disk is gone"), {2, 3, 4, 5})
+        worker = cluster.workers["worker-0"]
+        worker.release = failing(worker.release, DeadlineError("no answer"), {0})
         result = replay(Trace(SAMPLE_PATH), cluster, settings)
-        assert all(worker.engine.bytes_free() == 256 * MIB for worker in cluster.workers.values())
-    assert result.refusals_by_reason == {"TierError": 4}
+        assert cluster.workers["worker-1"].engine.bytes_free() == 256 * MIB
+    assert result.refusals_by_reason == {"TierError": 4, "DeadlineError": 1}
     assert (result.requests, result.lookups, result.mismatches, result.failures_by_reason) == (10, 10, 0, {})
 
 

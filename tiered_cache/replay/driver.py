@@ -39,8 +39,16 @@ from tiered_cache.identity import CHECKPOINT, PrefixChain, Tokens, namespace_of
 from tiered_cache.policy.base import Hints
 from tiered_cache.replay.traces import TokenSource, Trace, TraceRequest
 from tiered_cache.service.build import build_engine
-from tiered_cache.service.local import Cluster
-from tiered_cache.service.messages import Prompt, Restored, RunResult, SpillOffer, SpillResult, StateMark
+from tiered_cache.service.local import Cluster, WorkerPort
+from tiered_cache.service.messages import (
+    Prompt,
+    Restored,
+    RunResult,
+    SequenceRef,
+    SpillOffer,
+    SpillResult,
+    StateMark,
+)
 from tiered_cache.service.router import Placement
 from tiered_cache.tiers.base import Durability
 from tiered_cache.tiers.disk import SyncPolicy
@@ -324,7 +332,7 @@ class _Replay:
             if sound and self._learn(request, tokens, end, placement.owner, done.marks):
                 self._spill(request, tokens, end, placement, done)
         finally:
-            worker.release(done.source, deadline_s=deadline_s)
+            self._release(request, worker, done.source)
         self._sums["output_tokens"] += len(tokens) - request.input_tokens
         self._sums["checkpoints_skipped"] += len(done.skipped)
 
@@ -392,12 +400,22 @@ class _Replay:
             result = self._cluster.tierings[placement.node].spill(
                 offer, settings.durability, Hints(), None, deadline_s=settings.deadline_s
             )
-        except TieredCacheError as error:  # the request was served all the same
-            _log.warning("request %d: not spilled: %s: %s", request.index, type(error).__name__, error)
-            self._refusals[type(error).__name__] += 1
-            self._decide(request.index, type(error).__name__)
+        except TieredCacheError as error:
+            self._note_refusal(request, "not spilled", error)
             return
         self._note_spill(request, tokens, placement.owner, result)
+
+    def _release(self, request: TraceRequest, worker: WorkerPort, source: SequenceRef) -> None:
+        try:
+            worker.release(source, deadline_s=self._settings.deadline_s)
+        except TieredCacheError as error:
+            self._note_refusal(request, "not released", error)
+
+    def _note_refusal(self, request: TraceRequest, what: str, error: TieredCacheError) -> None:
+        """Something went wrong with a request that was served all the same."""
+        _log.warning("request %d: %s: %s: %s", request.index, what, type(error).__name__, error)
+        self._refusals[type(error).__name__] += 1
+        self._decide(request.index, what, type(error).__name__)
 
     def _note_spill(self, request: TraceRequest, tokens: Tokens, worker: str, result: SpillResult) -> None:
         kept = [(kept.tokens, kept.durability.name) for kept in result.kept]
