@@ -278,6 +278,18 @@ def test_many_dead_processes_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
+def test_something_foreign_among_what_a_dead_process_left_stays(tmp_path: Path) -> None:
+    root = tmp_path / "tier"
+    open_tier(root).close()
+    (root / "tmp" / ("0" * 16) / "foreign").mkdir(parents=True)
+    (root / "tmp" / ("0" * 16) / "0").write_bytes(bytes(100))
+    with open_tier(root) as tier:
+        assert tier.usage().bytes_reserved == 0
+        tier.collect_orphans()
+    assert [path.name for path in (root / "tmp" / ("0" * 16)).iterdir()] == ["foreign"]
+
+
+@pytest.mark.timeout(30)
 def test_names_swapped_while_they_are_read_are_never_mixed(tmp_path: Path) -> None:
     """Another process of ours renames entries over each other: an answer is one file's bytes."""
     with open_tier(tmp_path / "tier") as tier:

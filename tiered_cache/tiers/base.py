@@ -223,8 +223,8 @@ class Tier(ABC):
 
         Of two items with one path the first is written. Raises `CapacityError` if the reservation does not cover
         all of them, or the place turns out to be full, and `TierError` if it fails. After a raise every entry is
-        there whole or not at all, and nothing is acknowledged: what was not created before is taken back where
-        that is possible; the reservation is still the caller's to release.
+        there whole or not at all, and nothing is acknowledged: what was created stays, since another put may have
+        acknowledged it by now. The reservation is still the caller's to release.
         """
 
     @abstractmethod

@@ -66,6 +66,7 @@ _SPARE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _SPARES_MAX = 4096
 _QUARANTINED = re.compile(rf"(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})")
 _SYNC_TOGETHER = 64  # files that a put keeps open before it syncs them
+_COLLECT_TOGETHER = 64  # dead processes whose locks are held at a time
 _MOVE_TOGETHER = 64  # names that change under one hold of the ledger's lock
 _OPENINGS_MAX = 16
 _VIEWS_TOGETHER = 1024  # IOV_MAX of Linux
@@ -198,9 +199,6 @@ class DiskTier(Tier):
                 self._write(list(new.values()), written)
                 self._publish(new, written, created)
                 self._make_lasting([item.path for item in items], created)
-            except BaseException:
-                self._take_back(created)
-                raise
             finally:
                 spent = 0
                 for path, item in new.items():
@@ -240,7 +238,7 @@ class DiskTier(Tier):
             there: list[bool] = []
             for first in range(0, len(paths), _MOVE_TOGETHER):
                 some = paths[first : first + _MOVE_TOGETHER]
-                moved, error = self._move_out(some, to_spare=self.sync is SyncPolicy.NEVER)
+                moved, error = self._move_out(some)
                 self._recycle(moved)
                 if error is not None:
                     raise self._translated(error) from error
@@ -288,24 +286,15 @@ class DiskTier(Tier):
     def collect_orphans(self) -> int:
         """Remove what dead processes left under `tmp`, if it is `grace_s` old; how many processes that were."""
         with self._call():
-            dead: list[tuple[str, int]] = []
-            with self._transaction():  # holders register under the ledger's lock, so none is seen half made
-                found = ((holder, self._lock_if_dead(holder)) for holder in self._holders())
-                dead.extend((holder, fd) for holder, fd in found if fd is not None)
-            for holder, fd in dead:
-                try:
-                    with self._errors():
-                        left = sum(self.footprint(bytes_) for bytes_ in self._left_by(holder))
-                        for listed in self._scan(f"tmp/{holder}"):
-                            if not listed.is_directory:
-                                self._directory.unlink(f"tmp/{holder}/{listed.name}")
-                    with self._transaction() as books:
-                        if books.reserved.pop(holder, None) is None:
-                            books.reserve(ORPHANS, -left)
-                        self._remove_holder(holder)
-                finally:
-                    self._directory.close_file(fd)
-            return len(dead)
+            collected: set[str] = set()
+            while dead := self._lock_dead(collected):
+                for holder, fd in dead:
+                    collected.add(holder)
+                    try:
+                        self._remove_left_by(holder)
+                    finally:
+                        self._directory.close_file(fd)
+            return len(collected)
 
     def close(self) -> None:
         with self._idle:
@@ -372,7 +361,7 @@ class DiskTier(Tier):
             if old is not None and self._is_alive(holder):
                 books.reserve(holder, old.reserved.get(holder, 0))
             else:
-                books.reserve(ORPHANS, sum(self.footprint(bytes_) for bytes_ in self._left_by(holder)))
+                books.reserve(ORPHANS, sum(map(self.footprint, self._left_by(holder))))
         return books
 
     @contextlib.contextmanager
@@ -421,20 +410,35 @@ class DiskTier(Tier):
         finally:
             self._directory.close_file(fd)
 
+    def _lock_dead(self, collected: set[str]) -> Sequence[tuple[str, int]]:
+        """Some others that are dead for long enough, with their locks: nobody else collects them meanwhile."""
+        with self._transaction():  # holders register under the ledger's lock, so none is seen half made
+            others = (holder for holder in self._holders() if holder != self._holder and holder not in collected)
+            locks = ((holder, self._lock_if_dead(holder)) for holder in others)
+            return [*itertools.islice(((holder, fd) for holder, fd in locks if fd is not None), _COLLECT_TOGETHER)]
+
     def _lock_if_dead(self, holder: str) -> int | None:
-        """The lock of a holder that is dead for long enough; nobody else collects it meanwhile."""
-        if holder == self._holder:
-            return None
         fd = self._directory.open_shared(f"holders/{holder}")
         if self._directory.try_lock(fd):
             changed_s = 0.0
             for name in (f"holders/{holder}", f"tmp/{holder}"):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     changed_s = max(changed_s, self._directory.stat(name).st_mtime)
             if self._clock() - changed_s >= self.grace_s:
                 return fd
         self._directory.close_file(fd)
         return None
+
+    def _remove_left_by(self, holder: str) -> None:
+        with self._errors():
+            left = sum(map(self.footprint, self._left_by(holder)))
+            for listed in self._scan(f"tmp/{holder}"):
+                if not listed.is_directory:
+                    self._directory.unlink(f"tmp/{holder}/{listed.name}")
+        with self._transaction() as books:
+            if books.reserved.pop(holder, None) is None:
+                books.reserve(ORPHANS, -left)
+            self._remove_holder(holder)
 
     def _remove_holder(self, holder: str) -> None:
         with contextlib.suppress(OSError):  # none is there, or somebody has put something into it
@@ -488,24 +492,21 @@ class DiskTier(Tier):
             for parent in {_parent_of(path) for path in paths}:
                 self._make_directories(parent)
         for first in range(0, len(paths), _MOVE_TOGETHER):
-            linked: list[str] = []
             failure = None
             with self._transaction(moves_files=True) as books:
-                try:
-                    some = paths[first : first + _MOVE_TOGETHER]
-                    linked.extend(path for path in some if self._link(written[path], path))
-                except OSError as error:
-                    failure = error
-                    for path in linked:
-                        self._directory.unlink(_entry_name(path))
-                else:
-                    bytes_ = sum(self.footprint(items[path].bytes) for path in linked)
-                    books.bytes_used += bytes_
-                    books.reserve(self._holder, -bytes_)
-                    books.entries += len(linked)
+                for path in paths[first : first + _MOVE_TOGETHER]:
+                    try:
+                        if not self._link(written[path], path):
+                            continue
+                    except OSError as error:  # another put may have acknowledged what is linked: it stays
+                        failure = error
+                        break
+                    created.add(path)
+                    books.entries += 1
+                    books.bytes_used += self.footprint(items[path].bytes)
+                    books.reserve(self._holder, -self.footprint(items[path].bytes))
             if failure is not None:
                 raise self._translated(failure) from failure
-            created.update(linked)
 
     def _link(self, temporary: str, path: str) -> bool:
         try:
@@ -542,18 +543,6 @@ class DiskTier(Tier):
             self._sync_names(name.rpartition("/")[0])
         self._directory.sync_directory(name)
         self._lasting_directories.add(name)
-
-    def _take_back(self, created: set[str]) -> None:
-        """Undo what a failed put has published; `created` keeps what could not be removed."""
-        try:
-            moved, _ = self._move_out(created, to_spare=False)
-        except TierError:  # the ledger cannot be had
-            moved = {}
-        for path, file in moved.items():
-            if file is not None and not self._unlink(file.name, self.footprint(file.bytes)):
-                created.discard(path)
-        if created:
-            _log.warning("tier %s: %d entries of a put that failed stay", self.name, len(created))
 
     # Spare files
 
@@ -605,7 +594,11 @@ class DiskTier(Tier):
         ):
             return False
         spare = f"{bytes_:016x}-{secrets.token_hex(8)}"
-        self._directory.rename(name, f"spare/{spare}")
+        try:
+            self._directory.rename(name, f"spare/{spare}")
+        except OSError as error:
+            _log.warning("tier %s: cannot keep %s as a spare file: %s", self.name, name, error)
+            return False
         bisect.insort(self._spares, spare)
         books.spare_files += 1
         books.bytes_spare += self.footprint(bytes_)
@@ -628,8 +621,9 @@ class DiskTier(Tier):
 
     # Removing
 
-    def _move_out(self, paths: Iterable[str], *, to_spare: bool) -> tuple[dict[str, _Moved | None], OSError | None]:
+    def _move_out(self, paths: Iterable[str]) -> tuple[dict[str, _Moved | None], OSError | None]:
         """Move entries under `tmp`, where they are reserved, or to the spare files (None), up to the first error."""
+        at_once = self.sync is SyncPolicy.NEVER
         moved: dict[str, _Moved | None] = {}
         with self._transaction(moves_files=True) as books:
             try:
@@ -637,7 +631,7 @@ class DiskTier(Tier):
                     bytes_ = self._size(path) if is_path(path) else None
                     if bytes_ is None:
                         continue
-                    if to_spare and self._keep_spare(books, _entry_name(path), bytes_):
+                    if at_once and self._keep_spare(books, _entry_name(path), bytes_):
                         moved[path] = None
                     else:
                         moved[path] = _Moved(self._move(_entry_name(path)), bytes_)
@@ -656,7 +650,11 @@ class DiskTier(Tier):
             few = len(entries) - index <= self._quarantine_entries
             if few and books.bytes_quarantined <= self._quarantine_bytes:
                 break
-            dropped.append(_Moved(self._move(name), entry.bytes))
+            try:
+                dropped.append(_Moved(self._move(name), entry.bytes))
+            except OSError as error:
+                _log.warning("tier %s: cannot remove %s: %s", self.name, name, error)
+                break
             books.bytes_quarantined -= self.footprint(entry.bytes)
             books.reserve(self._holder, self.footprint(entry.bytes))
         return dropped

@@ -40,7 +40,7 @@ class ObjectBudget(ABC):
         """Now, in the order of charges."""
 
     @abstractmethod
-    def uncharge(self, name: str, *, before: int | None = None, keep_reserved: bool = False) -> None:
+    def uncharge(self, name: str, *, before: int | None = None) -> None:
         """An object is not there; unless it was charged at or after the moment `before`."""
 
     @abstractmethod
@@ -120,15 +120,13 @@ class LocalBudget(ObjectBudget):
         with self._lock:
             return self._next_moment()
 
-    def uncharge(self, name: str, *, before: int | None = None, keep_reserved: bool = False) -> None:
+    def uncharge(self, name: str, *, before: int | None = None) -> None:
         with self._lock:
             bytes_, charged_at = self._charges.get(name, (0, 0))
             if before is not None and charged_at >= before:
                 return
             self._charges.pop(name, None)
             self._bytes_used -= bytes_
-            if keep_reserved:
-                self._bytes_reserved += bytes_
             if self._counts:
                 self._gone[name] = self._next_moment()
 

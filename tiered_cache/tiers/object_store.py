@@ -6,8 +6,7 @@
 A put is one request that creates or fails, so an object is whole or not there; on S3 it carries a SHA-256 that the
 store checks. Requests run in an executor that is handed in, whose threads bound how many are under way. Each has a
 timeout and a few retries, of what can succeed the second time and nothing else (`open_store`); each call has a
-deadline besides. What still runs then is on its own: it writes into no buffer of the caller any more, and a put that
-succeeds too late takes its object back.
+deadline besides. What still runs then touches no buffer of the caller any more, and is charged for what it creates.
 
 Stores differ, callers do not see it: past the end is an empty answer, deleting what is not there is no error, and a
 name that is taken is `EXISTS`. Only the store's own "not there" is an absence.
@@ -26,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import CancelledError, Executor, wait
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -217,23 +216,18 @@ class ObjectStoreTier(Tier):
             if item.bytes > ENTRY_BYTES_MAX:
                 raise TierError(f"{item.bytes} bytes are more than one object holds", item.path, self.name)
             new.setdefault(item.path, item)
+        needed = [item for item in new.values() if not self._budget.is_charged(item.path)]
+        footprints = {item.path: self.footprint(item.bytes) for item in needed}
+        reservation.take(sum(footprints.values()))
         call = _Call(self._deadline_s, self.name)
-        reservation.take(sum(self.footprint(item.bytes) for item in new.values()))
         try:
             self._claims.take(new, call)
         except DeadlineError:
-            reservation.put_back(sum(self.footprint(item.bytes) for item in new.values()))
+            reservation.put_back(sum(footprints.values()))
             raise
-        results = self._run(call, [partial(self._create, call, item, reservation) for item in new.values()])
-        outcomes = dict(zip(new, results, strict=True))
-        created = [path for path, outcome in outcomes.items() if outcome is PutOutcome.CREATED]
-        failure = next((result for result in results if isinstance(result, TieredCacheError)), None)
-        if failure is not None:
-            self._run(call, [partial(self._take_back, new[path], reservation) for path in call.end()])
-            raise failure
-        self._claims.give_back(created)
-        answers = [PutOutcome.EXISTS if item is not new[item.path] else outcomes[item.path] for item in items]
-        return [answer for answer in answers if isinstance(answer, PutOutcome)]
+        jobs = [partial(self._create, call, item, reservation, footprints.get(path, 0)) for path, item in new.items()]
+        outcomes = dict(zip(new, _all_of(self._run(call, jobs)), strict=True))
+        return [outcomes.pop(item.path, PutOutcome.EXISTS) for item in items]
 
     def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
         self._check_open()
@@ -301,7 +295,10 @@ class ObjectStoreTier(Tier):
 
     def _run(self, call: _Call, jobs: Iterable[Callable[[], _T]]) -> Sequence[_T | TieredCacheError]:
         """Do all at once, as far as there are threads; a job that has not ended by the deadline is an error."""
-        futures = [self._executor.submit(job) for job in jobs]
+        try:
+            futures = [self._executor.submit(job) for job in jobs]
+        except RuntimeError as error:  # the executor was shut down, which ends this tier, too
+            raise TierError(f"closed: {error}", None, self.name) from error
         wait(futures, call.left_s)
         results: deque[_T | TieredCacheError] = deque()
         for future in futures:
@@ -313,48 +310,35 @@ class ObjectStoreTier(Tier):
                 results.append(future.result())
             except TieredCacheError as error:
                 results.append(error)
+            except CancelledError:  # by whoever shut the executor down
+                results.append(call.late())
         return results
 
-    def _create(self, call: _Call, item: PutItem, reservation: Reservation) -> PutOutcome:
-        path, footprint = item.path, self.footprint(item.bytes)
-        spent = False
+    def _create(self, call: _Call, item: PutItem, reservation: Reservation, taken: int) -> PutOutcome:
+        """One item; `taken` bytes of the reservation are for it, and go back if it is not created."""
+        path = item.path
         try:
+            if not taken and self._stat(call, path) is not None:
+                return PutOutcome.EXISTS  # known before, and found without sending the body
             call.check()
-            if self._budget.is_charged(path) and self._stat(call, path) is not None:
-                return PutOutcome.EXISTS  # found without sending the body
+            if not taken:
+                reservation.take(self.footprint(item.bytes))
+                taken = self.footprint(item.bytes)
             with self._errors(path, call, writes=True):
                 try:
                     obstore.put(self._store, _name(path), self._joined(item), mode="create", use_multipart=False)
                 except (AlreadyExistsError, PreconditionError):
                     bytes_ = self._stat(call, path)
                     if bytes_ is None:
-                        raise TierError(
-                            "another writer or deleter was faster", path, self.name, retryable=True
-                        ) from None
+                        raise TierError("others change it", path, self.name, retryable=True) from None
                     self._budget.charge(path, self.footprint(bytes_), reserved=False)
                     return PutOutcome.EXISTS
-            self._budget.charge(path, footprint, reserved=True)
-            spent = True
-            if call.keep(path):
-                return PutOutcome.CREATED
-            self._remove(path, keep_reserved=True)
-            spent = False
-            raise call.late()
+            self._budget.charge(path, taken, reserved=True)
+            taken = 0
+            return PutOutcome.CREATED
         finally:
-            if not spent:
-                reservation.put_back(footprint)
-            if not call.keeps(path):
-                self._claims.give_back([path])
-
-    def _take_back(self, item: PutItem, reservation: Reservation) -> None:
-        """Undo a create of a put that failed as a whole."""
-        try:
-            self._remove(item.path, keep_reserved=True)
-            reservation.put_back(self.footprint(item.bytes))
-        except TierError as error:
-            _log.warning("tier %s: an entry of a put that failed stays: %s", self.name, error)
-        finally:
-            self._claims.give_back([item.path])
+            reservation.put_back(taken)
+            self._claims.give_back([path])
 
     def _delete(self, call: _Call, path: str) -> bool:
         try:
@@ -365,9 +349,9 @@ class ObjectStoreTier(Tier):
         finally:
             self._claims.give_back([path])
 
-    def _remove(self, path: str, *, keep_reserved: bool = False) -> None:
+    def _remove(self, path: str) -> None:
         self._delete_object(_name(path), path)
-        self._budget.uncharge(path, keep_reserved=keep_reserved)
+        self._budget.uncharge(path)
 
     def _delete_object(self, name: str, path: str) -> None:
         with self._errors(path), contextlib.suppress(FileNotFoundError):
@@ -580,7 +564,6 @@ class _Call:
         self._settled = threading.Condition()
         self._over = False
         self._copies = 0
-        self._kept: dict[str, None] = {}
         self._refusal: TieredCacheError | None = None
 
     @property
@@ -614,23 +597,11 @@ class _Call:
                 self._copies -= 1
                 self._settled.notify_all()
 
-    def keep(self, path: str) -> bool:
-        """Whether an entry that was created may stay."""
-        with self._settled:
-            if not self._over:
-                self._kept[path] = None
-            return not self._over
-
-    def keeps(self, path: str) -> bool:
-        with self._settled:
-            return path in self._kept
-
-    def end(self) -> Sequence[str]:
-        """From now on nothing is copied, and nothing that is created stays. Returns what was created so far."""
+    def end(self) -> None:
+        """From now on nothing is copied."""
         with self._settled:
             self._over = True
             self._settled.wait_for(lambda: not self._copies)
-            return list(self._kept)
 
 
 def _name(path: str) -> str:

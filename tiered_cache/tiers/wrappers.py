@@ -102,10 +102,10 @@ class WrappedTier(Tier):
 class DeadlineTier(WrappedTier):
     """Every call ends after `deadline_s`, with a `DeadlineError` if the inner tier is not done by then.
 
-    Calls run in `executor`, which nothing that the inner tier waits for may use. What still runs after its deadline
-    is undone when it ends: a late reservation is released, late creates are deleted, a late read goes nowhere. At
-    most `running_max` calls are under way, hung ones included; one more is refused at once. The buffers of a put may
-    still be read after its deadline: what was written of changed ones is deleted when it is there.
+    Calls run in `executor`, which nothing that the inner tier waits for may use. A call that ends after its deadline
+    has done what it did, but a late reservation is released, and a late read touches no buffer of the caller. The
+    buffers of a late put are still read: who changes them may find an entry of both, old bytes and new ones. At most
+    `running_max` calls are under way, hung ones included; one more is refused at once.
     """
 
     def __init__(self, inner: Tier, executor: Executor, deadline_s: float, *, running_max: int = 32) -> None:
@@ -126,13 +126,6 @@ class DeadlineTier(WrappedTier):
 
     def reserve(self, sizes: Sequence[int]) -> Reservation:
         return self._wait_for("reserve", lambda: self.inner.reserve(sizes), Reservation.release)
-
-    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
-        def take_back(outcomes: Sequence[PutOutcome]) -> None:
-            pairs = zip(items, outcomes, strict=True)
-            self.inner.delete([item.path for item, outcome in pairs if outcome is PutOutcome.CREATED])
-
-        return self._wait_for("put", lambda: self.inner.put(items, reservation), take_back)
 
     def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
         own = [_without_into(request) for request in requests]
