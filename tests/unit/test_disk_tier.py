@@ -159,25 +159,29 @@ def test_a_reader_keeps_its_file(opened: Callable[..., tuple[DiskTier, FaultyDir
     assert get(tier, name_of(1)) == new
 
 
-def test_a_reader_that_comes_too_late_finds_nothing(
-    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("put_again", [False, True])
+def test_a_reader_that_comes_too_late_reads_no_other_entry(
+    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], monkeypatch: pytest.MonkeyPatch, put_again: bool
 ) -> None:
     """The same between the opening of the file and its lock: what it has open is another entry by then."""
     tier, _ = opened()
-    put(tier, (name_of(0), body_of("", 0, 50_000)))
+    old, new, again = (body_of("", n, 50_000) for n in range(3))
+    put(tier, (name_of(0), old))
     real = fcntl.flock
 
     def meddle(fd: int, operation: int) -> None:
         if operation & fcntl.LOCK_SH:
             monkeypatch.setattr(fcntl, "flock", real)
             tier.delete([name_of(0)])
-            put(tier, (name_of(1), body_of("", 1, 50_000)))
+            put(tier, (name_of(1), new))
+            if put_again:
+                put(tier, (name_of(0), again))
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", meddle)
-    assert get(tier, name_of(0)) is None
+    assert get(tier, name_of(0)) == (again if put_again else None)
     assert fcntl.flock is real
-    assert get(tier, name_of(1)) == body_of("", 1, 50_000)
+    assert get(tier, name_of(1)) == new
 
 
 @pytest.mark.parametrize("seed", range(4))
