@@ -270,6 +270,36 @@ def test_after_a_failed_call_everything_is_whole_and_the_next_try_works(
     assert held_bytes(tier, tmp_path / "tier") <= BUDGET
 
 
+@pytest.mark.parametrize("call", ["open_locked", "read"])
+def test_one_bad_answer_of_many_spoils_no_other(
+    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], call: str
+) -> None:
+    tier, directory = opened()
+    put(tier, *((name_of(n), body_of("", n, 5_000)) for n in range(64)))
+    requests = [GetRequest(name_of(n)) for n in range(64)]
+    seen = 0
+
+    def fail(_: int, name: str) -> None:
+        nonlocal seen
+        seen += name == call
+        if seen == 38:
+            seen += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    directory.on_step = fail
+    answers = tier.get(requests)
+    directory.on_step = None
+    (bad,) = (n for n, answer in enumerate(answers) if not isinstance(answer, memoryview))
+    assert bad == 37
+    error = answers[bad]
+    assert isinstance(error, TierError)
+    assert error.retryable
+    assert error.key == name_of(37)
+    assert isinstance(error.__cause__, OSError)
+    assert all(bytes_of(answer) == body_of("", n, 5_000) for n, answer in enumerate(answers) if n != bad)
+    assert bytes_of(tier.get(requests)[bad]) == body_of("", bad, 5_000), "a second try works"
+
+
 @pytest.mark.parametrize("call", ["create", "write", "sync", "link"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_a_capacity_error_until_there_is_room(
