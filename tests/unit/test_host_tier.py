@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import random
 import statistics
@@ -140,6 +141,22 @@ def test_a_view_that_dies_inside_the_tier_does_not_stop_it() -> None:
     with tier._lock:
         del answer  # would hang here if the finalizer took the lock
     assert tier.usage().bytes_used == 0
+
+
+def test_a_budget_that_the_system_cannot_give_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(1 << 50)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arena_module.mmap, "mmap", refuse)
+        with pytest.raises(CapacityError, match="does not give"):
+            put(tier, (name_of(0), b"x"), (name_of(1), b"y"))
+    assert list(tier.list()) == []
+    assert tier.usage().bytes_free == 1 << 50
+    put(tier, (name_of(0), b"x"))
+    assert get(tier, name_of(0)) == b"x"
 
 
 def test_small_entries_waste_little() -> None:

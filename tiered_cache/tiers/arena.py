@@ -54,6 +54,8 @@ class Arena:
     def allocate(self, bytes_: int, *, in_one: bool = False, spare: int = 0) -> tuple[Run, ...] | None:
         """Runs of together `granules(bytes_)`, or None if there are none; with `in_one` at most one run.
 
+        None, too, if the system does not give what the limit would allow.
+
         `spare` are bytes of the limit that the owner uses for something else: so much memory stays untouched.
         """
         need = granules(bytes_)
@@ -123,8 +125,8 @@ class Arena:
         if skipped:
             self._top += skipped
             self._free(self._top - skipped, skipped)
-        if self._top == len(self._maps) * SEGMENT_BYTES:
-            self._map()
+        if self._top == len(self._maps) * SEGMENT_BYTES and not self._map():
+            return None
         if warm:
             self._forget(self._top - warm, warm)
         self._top += need - warm
@@ -134,13 +136,18 @@ class Arena:
         """How many bytes are free just below the memory that was never used, in the same segment."""
         return self._by_end.get(self._top, 0) if self._top % SEGMENT_BYTES else 0
 
-    def _map(self) -> None:
-        memory = mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def _map(self) -> bool:
+        """Whether the system gave another segment."""
+        try:
+            memory = mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:
+            return False
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(memory)
         self._segments.append(np.frombuffer(memory, dtype=np.uint8))
+        return True
 
     def _take_many(self, need: int, limit: int) -> tuple[Run, ...] | None:
         """Cold memory up to a segment's end first, then the largest runs there are."""

@@ -223,7 +223,7 @@ class HostTier(Tier):
         if runs is None:
             with self._lock:
                 self._check_open()
-            raise AssertionError("memory that was reserved is there")
+            raise CapacityError(f"the system does not give {bytes_} bytes that are in the budget", item.path, self.name)
         _copy([np.frombuffer(view, dtype=np.uint8) for view in views], self._arena.arrays(runs))
         return _Entry(bytes_, runs)
 
