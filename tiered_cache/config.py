@@ -6,6 +6,7 @@ A setting that cannot work is a `ConfigError` that names it, before anything is 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,13 +43,22 @@ def format_size(bytes_: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """The tiers of one node: host memory, and a directory on its disk if there is one."""
+    """The tiers of one node: host memory, a directory on its disk, an object store, as far as there are."""
 
     host_bytes: int = 1 << 30
     disk_dir: Path | None = None
     disk_bytes: int = 0
     disk_sync: SyncPolicy = SyncPolicy.DATA
     compress_disk: bool = True
+    object_url: str | None = None
+    """s3://BUCKET/PREFIX, gs://, az://, file:// or memory://."""
+    object_bytes: int = 0
+    object_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Endpoint, region, credentials and so on, as obstore names them; besides the usual environment variables."""
+    object_requests: int = 16
+    """How many requests are under way at once."""
+    object_deadline_s: float = 30.0
+    """After so long a call ends; one request of it ends after a third."""
     policy: str = "lru"
     seed: int = 0
     executor_threads: int = 2
@@ -56,12 +66,19 @@ class TierSettings:
     def __post_init__(self) -> None:
         if self.host_bytes < 0 or self.disk_bytes < 0:
             raise ConfigError(f"host_bytes {self.host_bytes} and disk_bytes {self.disk_bytes} must not be negative")
-        if not self.host_bytes and self.disk_dir is None:
+        if not self.host_bytes and self.disk_dir is None and self.object_url is None:
             raise ConfigError(
-                "there is neither host memory (host_bytes) nor a disk directory (disk_dir) to keep frames"
+                "there is neither host memory (host_bytes) nor a disk directory (disk_dir) to keep frames, "
+                "nor an object store (object_url)"
             )
         if (self.disk_dir is None) != (self.disk_bytes == 0):
             raise ConfigError(f"disk_dir {self.disk_dir} and disk_bytes {self.disk_bytes} go together")
+        if (self.object_url is None) != (self.object_bytes == 0) or self.object_bytes < 0:
+            raise ConfigError(f"object_url {self.object_url} and object_bytes {self.object_bytes} go together")
+        if not 1 <= self.object_requests <= 1024:
+            raise ConfigError(f"object_requests {self.object_requests} is outside 1 .. 1024")
+        if not 0 < self.object_deadline_s <= 3600:
+            raise ConfigError(f"object_deadline_s {self.object_deadline_s} is not within 0 .. 3600 s")
         if self.executor_threads < 1:
             raise ConfigError(f"executor_threads {self.executor_threads} must be at least 1")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
+import logging
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 from tiered_cache.cache import TieredCache, TierSlot
@@ -12,16 +13,23 @@ from tiered_cache.devices.base import Device
 from tiered_cache.devices.numpy import NumpyDevice
 from tiered_cache.engines.base import ComputingEngine
 from tiered_cache.engines.reference import ReferenceEngine
-from tiered_cache.errors import ConfigError
+from tiered_cache.errors import ConfigError, TierError
 from tiered_cache.policy.base import CachePolicy
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service.deadline import Clock
+from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier
 from tiered_cache.tiers.host import HostTier
+from tiered_cache.tiers.wrappers import BreakerTier, MeteredTier
+
+_log = logging.getLogger(__name__)
 
 
 def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> TieredCache:
-    """A node's tiers, with what the disk holds found again. Raises `ConfigError` for a directory that cannot serve."""
+    """A node's tiers, with what they hold found again. Raises `ConfigError` for a place that can never serve.
+
+    An object store that does not answer now is left out until the next start: the node serves without it.
+    """
     slots = []
     if settings.host_bytes:
         slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy)))
@@ -29,9 +37,44 @@ def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> 
         disk = DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync)
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy), mode))
+    if settings.object_url is not None and (tier := _object_tier(settings, settings.object_url)) is not None:
+        slots.append(TierSlot(tier, build_policy(settings.policy), Mode.FAST))
     cache = TieredCache(slots, executor, clock=clock)
     cache.recover()
     return cache
+
+
+def _object_tier(settings: TierSettings, url: str) -> Tier | None:
+    """The object store, with figures and a breaker around it; None if it does not answer."""
+    try:
+        from tiered_cache.tiers.object_store import ObjectStoreTier, durability_of, open_store
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"object_url needs the package obstore (the s3 extra): {error}") from error
+
+    deadline_s = settings.object_deadline_s
+    place = open_store(
+        url,
+        settings.object_options,
+        request_timeout_s=deadline_s / 3,
+        retry_timeout_s=2 * deadline_s / 3,
+    )
+    store = ObjectStoreTier(
+        place,
+        settings.object_bytes,
+        ThreadPoolExecutor(settings.object_requests, thread_name_prefix="object-store"),  # ends with the tier
+        durability=durability_of(url),
+        deadline_s=deadline_s,
+    )
+    tier = MeteredTier(BreakerTier(store))
+    try:
+        next(iter(tier.list()), None)
+    except TierError as error:
+        if not error.retryable:
+            raise ConfigError(f"object_url {url}: {error.message}") from error
+        _log.warning("object_url %s: %s; this node works without it until it is started again", url, error.message)
+        tier.close()
+        return None
+    return tier
 
 
 def build_policy(name: str) -> CachePolicy:

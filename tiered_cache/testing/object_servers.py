@@ -121,8 +121,10 @@ class HttpFault:
     """Close the connection after so many bytes of the body."""
     drip_s: float = 0.0
     """Wait so long after every 4 KiB of the body."""
-    cut_bytes: int = 0
-    """Leave out the body's last bytes, and declare the rest as if it were the whole object."""
+    short_bytes: int = 0
+    """Leave out the body's last bytes, and declare the rest as the body; of a range, as the whole range."""
+    corrupt: bool = False
+    """Change one bit of what is put, on its way."""
     hang_up: bool = False
     """Close the connection without an answer."""
 
@@ -219,6 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.fault = self.owner.draw(self.command)
         try:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.fault.corrupt and body:
+                body = bytes([body[0] ^ 1]) + body[1:]
             self.owner.stopping.wait(self.fault.delay_s)
             if self.fault.hang_up:
                 self.close_connection = True
@@ -272,18 +276,17 @@ class _Handler(BaseHTTPRequestHandler):
         if whole is None:
             self._refuse(404, "NoSuchKey")
             return
-        body = whole[: len(whole) - self.fault.cut_bytes] if self.fault.cut_bytes else whole
         headers = {"ETag": '"x"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "Accept-Ranges": "bytes"}
         asked = self.headers.get("Range", "")
         if not asked:
-            self._send(200, body, headers)
+            self._send(200, whole, headers)
             return
         first, _, last = asked.removeprefix("bytes=").partition("-")
-        start, stop = int(first), min(len(body), int(last) + 1 if last else len(body))
+        start, stop = int(first), min(len(whole), int(last) + 1 if last else len(whole))
         if start >= len(whole):
             self._refuse(416, "InvalidRange")
             return
-        self._send(206, body[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(body)}"})
+        self._send(206, whole[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(whole)}"})
 
     def _delete(self, keys: list[str]) -> None:
         with self.owner.lock:
@@ -314,6 +317,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, text.encode(), {"Content-Type": "application/xml"})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        body = body[: len(body) - self.fault.short_bytes]
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
