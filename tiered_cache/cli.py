@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -45,6 +46,8 @@ BAD_INPUT: Final = 2
 PLAIN_PROGRESS_S: Final = 5.0
 """How often progress is told where there is no terminal."""
 BAD_SHOWN_MAX: Final = 20
+REACHABLE_S: Final = 5.0
+"""How long the address of a running Ray may take to answer."""
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """Of whichever click this typer brings."""
@@ -263,10 +266,10 @@ def _disk_directory(disk_bytes: int, parent: Path | None, keep: Path | None) -> 
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Say which option or file it is that cannot be used. A `ValueError` is a name with a NUL, or a bad frame."""
+    """Say which option or file it is that cannot be used: a name with a NUL, a port above 65,535, a bad frame."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"{what}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -281,10 +284,19 @@ def _cluster(settings: ClusterSettings, ray: str) -> Iterator[Cluster]:
         with LocalCluster(settings) as local:
             yield local
         return
+    with _naming(f"--ray {ray}"):
+        _check_reachable(ray)
     from actors.cluster import RayCluster
 
     with RayCluster.start(settings, None if ray == "local" else ray) as remote:
         yield remote
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `OSError` if nobody listens at `host:port`: Ray itself would try for minutes, deaf to signals."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHABLE_S).close()
 
 
 # What people see

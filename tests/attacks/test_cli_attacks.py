@@ -127,6 +127,11 @@ def test_a_bad_command_is_one_line(refused: Refused, arguments: list[str]) -> No
     assert refused(*arguments)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "127.0.0.1:65536", "no-such-host.invalid:6379"])
+def test_an_address_where_nobody_listens_is_named_at_once(refused: Refused, address: str) -> None:
+    assert refused("replay", "--ray", address).startswith(f"--ray {address}: ")
+
+
 @pytest.mark.parametrize("option", ["--json", "--keep", "--disk-dir"])
 @pytest.mark.parametrize("what", ["below a file", "below nothing that can be made", "nul", "too long"])
 def test_a_place_that_cannot_be_written_is_found_before_the_run(
