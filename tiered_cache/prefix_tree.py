@@ -585,6 +585,7 @@ class Trial:
         self._tree = tree
         self._home = home
         self._pinned = pinned
+        self._view = TierView(tree, home)
         self._supports: dict[Node, int] = {}
         self._users: dict[tuple[Node, int], int] = {}
         self._exposed: list[PrefixId] = []
@@ -605,6 +606,11 @@ class Trial:
         rows = len(kept[-1].rows) * kept[-1].row_block_bytes if kept else 0
         sizes = kept[0].window_block_bytes if kept else ()
         return sum(c.own_bytes for c in kept) + rows + sum(sizes[group] for group, _ in windows) - self._freed_bytes
+
+    def can_drop(self, prefix: PrefixId) -> bool:
+        """Whether this is a candidate, or a checkpoint of the tier, that is neither pinned nor dropped already."""
+        held = prefix in self.candidates or (prefix not in self._dropped and prefix in self._view)
+        return held and prefix not in self._pinned
 
     def sole_support(self, prefix: PrefixId) -> SoleSupport:
         """What dropping a checkpoint, or taking back a candidate, would free now."""
@@ -640,6 +646,14 @@ class Trial:
         pool = rng.sample(pool, count) if many else pool + self._exposed
         picked = [p for p in pool if p not in self._dropped and p not in self._pinned]
         return picked + [p for p in self.candidates if p not in self._pinned]
+
+    def bared(self) -> PrefixId | None:
+        """A block end that owns no frames and behind which this trial has dropped everything, if there is one left."""
+        while self._exposed:
+            prefix = self._exposed.pop()
+            if self.can_drop(prefix):
+                return prefix
+        return None
 
     def _support_of(self, node: Node) -> int:
         supports = node.supports[self._home.index]

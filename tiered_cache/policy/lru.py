@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
+from tiered_cache.policy.room import fit
+from tiered_cache.prefix_tree import Trial
 
 _ENTRY_BYTES = 160
 """An `OrderedDict` entry with its link and a boxed float."""
@@ -41,20 +43,12 @@ class LruPolicy(CachePolicy):
         now_s: float,
         resident: TierView,
     ) -> Proposal:
-        trial = resident.trial(new, pinned)
-        while trial.candidates and trial.needed_bytes > free_bytes + resident.stored_bytes:
-            trial.drop(next(reversed(trial.candidates)))  # can never fit
         victims = iter(self._used)
-        while trial.needed_bytes > free_bytes:
-            victim = next((v for v in victims if v not in pinned and v in resident), None)
-            if victim is None:
-                break
-            trial.drop(victim)
-        while trial.needed_bytes > free_bytes and trial.candidates:
-            trial.drop(next(reversed(trial.candidates)))
-        if new and not trial.candidates and free_bytes >= 0:
-            return Proposal((), ())  # nothing is gained by dropping others
-        return Proposal(tuple(trial.candidates), tuple(trial.dropped))
+
+        def victim(_: Trial) -> PrefixId | None:
+            return next((v for v in victims if v not in pinned and v in resident), None)
+
+        return fit(resident, new, free_bytes, pinned, victim)
 
     def commit(
         self,
