@@ -31,7 +31,6 @@ from tiered_cache import frame
 from tiered_cache.codecs import Mode
 from tiered_cache.errors import (
     CapacityError,
-    FrameNotFoundError,
     IdentityError,
     MissReason,
     TieredCacheError,
@@ -53,7 +52,7 @@ from tiered_cache.index import (
 )
 from tiered_cache.level import CacheState, Level, StoredFrame, key_of
 from tiered_cache.namespace import BAD, Namespace
-from tiered_cache.policy.base import CachePolicy, Hints, Request
+from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
 from tiered_cache.tiers.base import Durability, Reservation, Tier, TierUsage
 
 Bytes = npt.NDArray[np.uint8]
@@ -285,7 +284,7 @@ class TieredCache:
                     level.adopt(known)
             except TieredCacheError as error:
                 self._count(f"errors.{level.name}.register")
-                _log.warning("tier %s has no descriptor of %s: %s", level.name, known.digest.hex()[:16], error)
+                _log.warning("tier %s has no descriptor of %s: %s", level.name, known.digest.hex()[:16], error.message)
         return known.digest
 
     def geometry_of(self, namespace: bytes) -> Geometry | None:
@@ -608,8 +607,7 @@ class TieredCache:
                 new, own, refused = self._candidates(level, chain, stops, known)
                 if not new:
                     return refused
-                now_s = self._clock()
-                proposal = level.policy.propose(new, free_bytes, self._index.pinned(now_s), now_s, level.view)
+                proposal = self._propose(level, new, free_bytes)
                 admitted = set(proposal.admit)
                 taken = [candidate for candidate in new if candidate.prefix in admitted]
                 refused += [(c.tokens, DeclineReason.NOT_WORTH_ITS_ROOM) for c in new if c.prefix not in admitted]
@@ -669,9 +667,14 @@ class TieredCache:
             held = dict(zip((tier for tier, _ in place.copies), place.lineages, strict=True)).get(level.name)
             if held is None and own:
                 names.append(place.name)
-            elif held is None or held != own:
+            elif not own or held != own:
                 names.append(place.name._replace(private=offer.lineage))
         return names
+
+    def _propose(self, level: Level, new: Sequence[Candidate], free_bytes: int) -> Proposal:
+        now_s = self._clock()
+        staying = {*self._index.pinned(now_s), *level.leaving}
+        return level.policy.propose(new, free_bytes, staying, now_s, level.view)
 
     def _missing(self, level: Level, chain: Offer | KnownChain, stops: Iterable[int]) -> list[FrameName]:
         """The shared frames that a tier still needs for these checkpoints: rows from the root down, one rank's."""
@@ -696,8 +699,7 @@ class TieredCache:
         free_bytes = level.tier.usage().bytes_free - bytes_
         if free_bytes < 0:
             with self._lock:
-                now_s = self._clock()
-                proposal = level.policy.propose([], free_bytes, self._index.pinned(now_s), now_s, level.view)
+                proposal = self._propose(level, [], free_bytes)
             self._evict(level, proposal.drop)
 
     def trim(self, tier: str, bytes_max: int) -> None:
@@ -709,8 +711,18 @@ class TieredCache:
     def _evict(self, level: Level, prefixes: Sequence[PrefixId]) -> None:
         """Drop checkpoints and what only they need, after the tier below had its chance; pinned ones stay."""
         below = level.below
-        moved = {prefix for prefix in prefixes if below is not None and self._demote(prefix, level, below)}
-        level.drop((p, RemovalReason.MOVED if p in moved else RemovalReason.EVICTED) for p in prefixes)
+        if below is None:
+            level.drop((prefix, RemovalReason.EVICTED) for prefix in prefixes)
+            return
+        with self._lock:
+            mine = [prefix for prefix in prefixes if prefix not in level.leaving]
+            level.leaving.update(mine)
+        try:
+            moved = {prefix for prefix in mine if self._demote(prefix, level, below)}
+            level.drop((prefix, RemovalReason.MOVED if prefix in moved else RemovalReason.EVICTED) for prefix in mine)
+        finally:
+            with self._lock:
+                level.leaving.difference_update(mine)
 
     def _demote(self, prefix: PrefixId, level: Level, below: Level) -> bool:
         """Write a checkpoint, and what it needs, to the tier below, and read it back; whether it is there now.
@@ -736,7 +748,7 @@ class TieredCache:
                 return not refused and not self._index.missing(chain, len(chain), below.name)
         except TieredCacheError as error:
             self._count(f"errors.{below.name}.demote")
-            _log.warning("tier %s: a checkpoint did not move to %s: %s", level.name, below.name, error)
+            _log.warning("tier %s: a checkpoint did not move to %s: %s", level.name, below.name, error.message)
             return False
         finally:
             for target in targets:
@@ -747,16 +759,18 @@ class TieredCache:
         """A frame as it lies in one tier, checked and encoded for another."""
         key = key_of(name)
         (answer,) = source.get([key])
+        if not isinstance(answer, memoryview):
+            source.judge_if_listed(key)
+            raise TierError(answer.message, key.path(), source.name)
         try:
             header = known.check(key, answer)
-            assert isinstance(answer, memoryview)
             if mode is source.mode:
                 return StoredFrame(name, key, header.lineage, answer.nbytes, [answer])
             content = frame.decode(answer, key=key, identity_digest=known.identity_digest, geometry=known.geometry)
-            return _stored(name, header.lineage, frame.encode(content, known.geometry, mode))
-        except (FrameNotFoundError, *BAD):
+        except BAD:
             source.judge_if_listed(key, decoded=True)
             raise
+        return _stored(name, header.lineage, frame.encode(content, known.geometry, mode))
 
     def _fill(self, target: _Target, stored: Callable[[FrameName], StoredFrame], known: Namespace) -> list[Receipt]:
         """Put all frames of a target, in batches; raises what the tier raises."""

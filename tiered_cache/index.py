@@ -546,6 +546,8 @@ class PrefixIndex:
         if start <= min(top, tokens_max // chain.block_tokens):
             removed = (self._removals.get(chain.block_hash(depth)) for depth in range(top, start - 1, -1))
             reason = next((r for r in removed if r is not None), None)
+            if reason is None and top < chain.blocks:  # or why no rows reach to a checkpoint further on
+                reason = self._removals.get(chain.block_hash(top + 1))
             return found if reason is None or found is not MissReason.NO_CHECKPOINT else _miss(reason)
         if top >= chain.blocks:
             return MissReason.NOT_STORED

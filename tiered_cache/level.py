@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tiered_cache.codecs import Mode
 from tiered_cache.errors import (
@@ -50,6 +50,7 @@ PUT_ATTEMPTS = 3
 ALONE_S = 60.0
 """How long to wait for another thread's work on the same frames."""
 
+_E = TypeVar("_E", bound=TieredCacheError)
 _log = logging.getLogger(__name__)
 
 
@@ -131,6 +132,8 @@ class Level:
         self.mode = mode
         self.name = tier.name
         self.below = below
+        self.leaving: set[PrefixId] = set()
+        """Checkpoints that some thread is moving to the tier below: no others need to."""
         self._state = state
         self._index = state.index
         self._busy: set[FrameName] = set()
@@ -246,7 +249,7 @@ class Level:
                     arrivals += [Arrival(key_of(found.name), found.bytes, created=False) for found in reading.sound]
                     leftover += self._set_aside(reading)
                     if reading.errors:
-                        raise reading.errors[0]
+                        raise reading.errors.pop()
                     sound = {found.name for found in reading.sound}
                     frames = [stored for stored in there if stored.name not in sound]
                     if not frames:
@@ -320,7 +323,7 @@ class Level:
                 self.tier.delete([key_of(name).path() for name in gone])
         except TierError as error:
             self._state.count(f"errors.{self.name}.delete")
-            _log.warning("tier %s: %d frames are to be deleted later: %s", self.name, len(names), error)
+            _log.warning("tier %s: %d frames are to be deleted later: %s", self.name, len(names), error.message)
             self._doom(names)
         else:
             with self._state.lock:
@@ -345,7 +348,7 @@ class Level:
         try:
             answers = self.tier.get(requests)
         except TierError as error:
-            answers = [error] * len(requests)
+            answers = [_without_frames(error)] * len(requests)
         if failed := sum(isinstance(answer, TierError) for answer in answers):
             self._state.count(f"errors.{self.name}.get", failed)
         return answers
@@ -365,7 +368,7 @@ class Level:
         finally:
             self.delete(leftover)
         if reading.errors:
-            raise reading.errors[0]
+            raise reading.errors.pop()
 
     def judge_if_listed(self, key: FrameKey, *, decoded: bool = False) -> None:
         """The same of one frame that may be listed; if the tier cannot say, that is counted."""
@@ -376,17 +379,31 @@ class Level:
                 self.judge([plain_name(key)], decoded=decoded)
 
     def _read(self, names: Sequence[FrameName], *, decoded: bool = False) -> _Reading:
+        """Read and check frames of one namespace; what is bad is so when it is read a second time, too."""
+        reading = self._read_once(names, decoded=decoded)
+        if reading.bad:
+            again = self._read_once([name for name, _ in reading.bad], decoded=decoded)
+            reading = _Reading(
+                reading.sound + again.sound, reading.absent + again.absent, again.bad, reading.errors + again.errors
+            )
+        return reading
+
+    def _read_once(self, names: Sequence[FrameName], *, decoded: bool) -> _Reading:
         known, keys = self._namespace_of(names[0]), [key_of(name) for name in names]
         reading = _Reading([], [], [], [])
         for name, key, answer in zip(names, keys, self.get(keys), strict=True):
+            if isinstance(answer, FrameNotFoundError):
+                reading.absent.append(name)
+                continue
+            if isinstance(answer, TierError):
+                reading.errors.append(answer)
+                continue
             try:
                 header = known.check(key, answer, decoded=decoded)
-            except FrameNotFoundError:
-                reading.absent.append(name)
             except TierError as error:
-                reading.errors.append(error)
+                reading.errors.append(_without_frames(error))
             except BAD as error:
-                reading.bad.append((name, error))
+                reading.bad.append((name, _without_frames(error)))
             else:
                 reading.sound.append(_Found(name, header.total_bytes, header.lineage, verified=True))
         return reading
@@ -492,6 +509,11 @@ class Level:
     def is_strange(self, known: Namespace) -> bool:
         """Whether there are frames of a namespace that were found before it was known."""
         return known.digest in self._strange
+
+
+def _without_frames(error: _E) -> _E:
+    """The error without its traceback, which would keep the bytes alive that it is about, and their room."""
+    return error.with_traceback(None)
 
 
 def key_of(name: FrameName) -> FrameKey:

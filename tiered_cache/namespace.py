@@ -20,7 +20,6 @@ from tiered_cache.frame import FrameHeader
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import DIGEST_BYTES, FrameKey, Identity, PrefixChain, namespace_of, tagged_hash
 from tiered_cache.index import FrameName, Layout
-from tiered_cache.tiers.base import GetAnswer
 
 DESCRIPTOR_VERSION = 1
 DESCRIPTOR_BYTES_MAX = 16 << 20
@@ -93,22 +92,19 @@ class Namespace:
         if batch:
             yield batch
 
-    def check(self, key: FrameKey, answer: GetAnswer, *, decoded: bool = False) -> FrameHeader:
-        """The header of a tier's answer, if that is the whole and sound frame of this key.
+    def check(self, key: FrameKey, stored: memoryview, *, decoded: bool = False) -> FrameHeader:
+        """The header of stored bytes, if these are the whole and sound frame of this key.
 
-        Raises `FrameNotFoundError` if there is none, `TierError` if the tier could not say, and for a newer peer's
-        frame, which is nobody's to replace; else what is wrong, one of `BAD`. With `decoded` its content is looked
-        at, too.
+        Raises what is wrong, one of `BAD`, and `TierError` for a newer peer's frame, which is nobody's to replace. With
+        `decoded` its content is looked at, too.
         """
-        if not isinstance(answer, memoryview):
-            raise answer
         try:
-            header = frame.verify(answer)
+            header = frame.verify(stored)
             frame.check_expected(header, key=key, identity_digest=self.identity_digest, geometry=self.geometry)
             if decoded:
-                frame.decode(answer, key=key, identity_digest=self.identity_digest, geometry=self.geometry)
+                frame.decode(stored, key=key, identity_digest=self.identity_digest, geometry=self.geometry)
         except VersionError as error:
-            raise TierError(f"a frame of another version is there: {error.message}", key.path()) from error
+            raise TierError(f"a frame of another version is there: {error.message}", key.path()) from None
         return header
 
 
