@@ -15,7 +15,7 @@ from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import build_cache
 from tiered_cache.service.messages import Bytes, MatchReply, Prompt, SpillOffer, SpillResult
 from tiered_cache.service.tiering import TieringService
-from tiered_cache.tiers.base import Durability
+from tiered_cache.tiers.base import Durability, TierUsage
 
 
 class TieringActor:
@@ -50,6 +50,11 @@ class TieringActor:
         """The cache's counters since this generation began."""
         del deadline_s
         return self.cache.counters()
+
+    def usage(self, *, deadline_s: float) -> dict[str, TierUsage]:
+        """Each tier's budget and what it holds."""
+        del deadline_s
+        return self.cache.usage()
 
     def peak_rss_bytes(self, *, deadline_s: float) -> int:
         """The most memory that this process has held."""

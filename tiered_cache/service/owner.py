@@ -66,9 +66,9 @@ class _Tracked:
     epoch: int
     lineage: int
     lineages: list[int]
+    lock: threading.RLock
     staged: set[int] = field(default_factory=set)
     suspended: bool = False
-    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ class SequenceOwner:
         lineages += [lineage] * (chain.blocks - len(lineages))
         with self._lock:
             self._counter += 1
-            self._sequences[self._counter] = _Tracked(handle, chain, 1, lineage, lineages)
+            self._sequences[self._counter] = _Tracked(handle, chain, 1, lineage, lineages, threading.RLock())
             return SequenceRef(self.name, self.generation, self._counter, 1)
 
     # A sequence runs
@@ -251,6 +251,13 @@ class SequenceOwner:
             raise
         chain = PrefixChain(self.namespace, self.engine.geometry.block_tokens, extra_keys=extra_keys or {})
         return self._track(handle, chain, [])
+
+    @contextmanager
+    def using(self, source: SequenceRef) -> Iterator[int]:
+        """The engine's handle of a running sequence; nobody exports, suspends or releases it meanwhile."""
+        with self._held(source) as tracked:
+            self._running(tracked)
+            yield tracked.handle
 
     def extend(self, source: SequenceRef, tokens: Tokens) -> None:
         """Compute further tokens: uint32, shape [k]."""

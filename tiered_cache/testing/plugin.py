@@ -89,6 +89,10 @@ def tiered_cluster(request: pytest.FixtureRequest, tiered_cache_ray: str, tmp_pa
     if tiered_cache_ray == "none":
         yield from _in_process(settings, worker)
     else:
+        if worker is not None and worker.__module__ == request.module.__name__:
+            from ray import cloudpickle
+
+            cloudpickle.register_pickle_by_value(request.module)  # which Ray's processes could not import
         yield from _on_ray(settings, worker)
 
 

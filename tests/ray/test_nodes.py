@@ -1,0 +1,137 @@
+"""Two nodes on one machine: a state spilled on one is restored on the other, and a node may go away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray_serving import QUIET, SMALL, helpers_for_workers, start_cluster
+from serving import DEADLINE_S, MODELS, compute, never_moved, serve, some_tokens
+
+from actors.cluster import RayCluster
+from actors.ports import Port, RemoteOwner
+from tiered_cache.errors import CapacityError, TierError
+from tiered_cache.service.messages import Prompt
+from tiered_cache.service.router import RouterSettings
+from tiered_cache.tiers.base import Durability
+
+MODEL = MODELS[0]
+QUICK_TO_SEE_A_DEATH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_timeout_ms": 500,
+    "health_check_failure_threshold": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    """A Ray cluster of two nodes, as `ray.cluster_utils` makes it."""
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    with helpers_for_workers():
+        machines = Cluster(initialize_head=True, head_node_args={**SMALL, "_system_config": QUICK_TO_SEE_A_DEATH})
+        machines.add_node(num_cpus=2, object_store_memory=SMALL["object_store_memory"])
+        ray.init(machines.address, **QUIET)
+    yield machines
+    ray.shutdown()
+    machines.shutdown()
+
+
+@pytest.fixture
+def cluster(machines: Any) -> Iterator[RayCluster]:
+    with start_cluster(MODEL, router=RouterSettings(ask_s=1.0)) as cluster:
+        yield cluster
+
+
+def fill(cluster: RayCluster, worker: RemoteOwner) -> None:
+    """Lease all the room that a worker has."""
+    tokens = 1 << 20
+    while tokens > 64:
+        try:
+            worker.reserve(cluster.namespace, tokens, 60.0, deadline_s=DEADLINE_S)
+        except CapacityError:
+            tokens //= 2
+
+
+def test_a_state_spilled_on_one_node_is_restored_on_the_other(cluster: RayCluster) -> None:
+    here, there = cluster.tierings
+    on = {worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node: worker for worker in cluster.workers.values()}
+    assert set(on) == {here, there}
+    first = serve(cluster, some_tokens(100))
+    home = first.placement.node
+    away = there if home == here else here
+    longer = Prompt(np.concatenate([some_tokens(100), some_tokens(30, seed=1)]))
+    near = compute(cluster, longer.tokens)
+    assert near.placement.node == home  # near the bytes
+    found = cluster.tierings[home].match(cluster.namespace, longer, 30.0, deadline_s=DEADLINE_S)
+    assert found.plan is not None
+    assert cluster.tierings[away].match(cluster.namespace, longer, 30.0, deadline_s=DEADLINE_S).plan is None
+    restored = on[away].inject(found.plan, longer, 200, b"", deadline_s=DEADLINE_S)
+    assert restored.mark == first.mark
+    run = on[away].run(restored.source, longer, (), deadline_s=DEADLINE_S)
+    assert run.marks[-1] == never_moved(MODEL, longer.tokens)
+    # and through the router, when the node near the bytes has no room
+    fill(cluster, on[home])
+    elsewhere = compute(cluster, longer.tokens)
+    assert (elsewhere.placement.node, elsewhere.placement.restored_tokens) == (away, 100)
+    assert elsewhere.mark == never_moved(MODEL, longer.tokens)
+    assert elsewhere.placement.refusals[0][0] == "CapacityError"
+
+
+def test_a_suspended_sequence_is_resumed_on_another_node(cluster: RayCluster) -> None:
+    served = compute(cluster, some_tokens(50))
+    away = next(node for node in cluster.tierings if node != served.placement.node)
+    ticket = cluster.router.suspend(served.run.source, away, Durability.HOST, deadline_s=DEADLINE_S)
+    resumed = cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S)
+    assert resumed.source.owner != served.placement.owner
+    assert resumed.mark == served.mark
+
+
+def is_dead(port: Port) -> bool:
+    try:
+        port.call(object, "peak_rss_bytes", deadline_s=5)
+    except TierError:
+        return True
+    return False
+
+
+def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any) -> None:
+    doomed = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+    with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=1.0)) as cluster:
+        nodes = {
+            name: worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node
+            for name, worker in cluster.workers.items()
+        }
+        lost_worker = next(name for name, node in nodes.items() if node == doomed.node_id)
+        kept_worker = next(name for name, node in nodes.items() if node != doomed.node_id)
+        plans = {}
+        for seed, name in enumerate((lost_worker, kept_worker)):
+            worker = cluster.workers[name]
+            lease = worker.reserve(cluster.namespace, 200, 60.0, deadline_s=DEADLINE_S)
+            run = worker.run(lease, Prompt(some_tokens(60, seed)), (), deadline_s=DEADLINE_S)
+            plans[name] = cluster.router.suspend(run.source, nodes[name], Durability.HOST, deadline_s=DEADLINE_S)
+        machines.remove_node(doomed, allow_graceful=False)
+        while not is_dead(cluster.tierings[doomed.node_id]):  # its processes live on for a moment
+            time.sleep(0.1)
+        started_s = time.monotonic()
+        longer = np.concatenate([some_tokens(60, 1), some_tokens(9, 5)])
+        again = compute(cluster, longer, deadline_s=10)
+        assert time.monotonic() - started_s < 11
+        assert again.placement.restored_tokens == 60
+        assert again.mark == never_moved(MODEL, longer)
+        started_s = time.monotonic()
+        with pytest.raises(TierError):
+            cluster.router.resume(plans[lost_worker], 200, deadline_s=5)
+        assert time.monotonic() - started_s < 6
+        assert cluster.router.resume(plans[kept_worker], 200, deadline_s=10).mark == never_moved(
+            MODEL, some_tokens(60, 1)
+        )
+        recomputed = compute(cluster, plans[lost_worker].prompt.tokens, deadline_s=10)
+        assert recomputed.mark == never_moved(MODEL, some_tokens(60, 0))

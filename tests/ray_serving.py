@@ -1,0 +1,49 @@
+"""How the tests of the actors start Ray, and clusters on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.cluster import RayCluster
+from actors.sequence import OwnerMethods, SequenceActor
+from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
+from tiered_cache.service.router import RouterSettings
+
+HAS_LOCAL_MODE = tuple(map(int, ray.__version__.split(".")[:2])) < (2, 55)
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+SMALL: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
+
+
+@contextlib.contextmanager
+def helpers_for_workers() -> Iterator[None]:
+    """Ray that comes up now has workers that can import what lies beside this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        yield
+
+
+def start_cluster(
+    model: str = "qsa-ple-gdn:small",
+    *,
+    worker: type[OwnerMethods] = SequenceActor,
+    workers: int = 2,
+    router: RouterSettings | None = None,
+    capacity_bytes: int = 64 << 20,
+    **tiers: Any,
+) -> RayCluster:
+    """Actors under a name of their own, on the Ray that is there."""
+    settings = ClusterSettings(
+        workers=workers,
+        worker=WorkerSettings(engine=model, capacity_bytes=capacity_bytes),
+        tiers=TierSettings(**{"host_bytes": 32 << 20, **tiers}),
+        name=f"test-{secrets.token_hex(4)}",
+    )
+    return RayCluster.start(settings, worker=worker, router=router)
