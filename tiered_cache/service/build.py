@@ -37,14 +37,16 @@ def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> 
         disk = DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync)
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy), mode))
-    if settings.object_url is not None and (tier := _object_tier(settings, settings.object_url)) is not None:
-        slots.append(TierSlot(tier, build_policy(settings.policy), Mode.FAST))
+    if settings.object_url is not None:
+        tier = _object_tier(settings, settings.object_url, clock)
+        if tier is not None:
+            slots.append(TierSlot(tier, build_policy(settings.policy), Mode.FAST))
     cache = TieredCache(slots, executor, clock=clock)
     cache.recover()
     return cache
 
 
-def _object_tier(settings: TierSettings, url: str) -> Tier | None:
+def _object_tier(settings: TierSettings, url: str, clock: Clock) -> Tier | None:
     """The object store, with figures and a breaker around it; None if it does not answer."""
     try:
         from tiered_cache.tiers.object_store import ObjectStoreTier, durability_of, open_store
@@ -65,7 +67,7 @@ def _object_tier(settings: TierSettings, url: str) -> Tier | None:
         durability=durability_of(url),
         deadline_s=deadline_s,
     )
-    tier = MeteredTier(BreakerTier(store))
+    tier = MeteredTier(BreakerTier(store, clock=clock))
     try:
         next(iter(tier.list()), None)
     except TierError as error:
