@@ -30,6 +30,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
     from tiered_cache.config import ClusterSettings
     from tiered_cache.service.local import Cluster
@@ -90,9 +91,7 @@ def tiered_cluster(request: pytest.FixtureRequest, tiered_cache_ray: str, tmp_pa
         yield from _in_process(settings, worker)
     else:
         if worker is not None and worker.__module__ == request.module.__name__:
-            from ray import cloudpickle
-
-            cloudpickle.register_pickle_by_value(request.module)  # which Ray's processes could not import
+            _send_by_value(request.module)
         yield from _on_ray(settings, worker)
 
 
@@ -110,6 +109,13 @@ def kill_worker(tiered_cluster: Cluster) -> Callable[[str], None]:
             kill_actor(worker.actor, worker.ray_namespace)
 
     return kill
+
+
+def _send_by_value(module: ModuleType) -> None:
+    """Have Ray send what is defined in a test module whole: its processes could not import it."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def _settings(asked: dict[str, Any], disk_dir: Path) -> ClusterSettings:
