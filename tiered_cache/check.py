@@ -1,4 +1,4 @@
-"""Check a disk tier's directory from outside: every frame in full, whoever is using the directory meanwhile.
+"""Check a disk tier's directory or an object store from outside: every frame in full, whoever is using it meanwhile.
 
 Reads only. A frame must have the name of its key, fit the identity and geometry that its namespace's descriptor
 declares, be as long as it says, have sound checksums and zero padding, and decode. Memory is bounded by the largest
@@ -8,9 +8,11 @@ frame that a descriptor allows.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +22,34 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_cache import frame
-from tiered_cache.errors import ConfigError, FrameError, TieredCacheError, TruncatedError
+from tiered_cache.errors import (
+    ConfigError,
+    FrameError,
+    FrameNotFoundError,
+    IdentityError,
+    TieredCacheError,
+    TruncatedError,
+)
 from tiered_cache.identity import FrameKey
-from tiered_cache.namespace import DESCRIPTOR_BYTES_MAX, Namespace, descriptor_namespace, read_descriptor
+from tiered_cache.namespace import (
+    DESCRIPTOR_BYTES_MAX,
+    Namespace,
+    descriptor_namespace,
+    descriptor_path,
+    read_descriptor,
+)
+from tiered_cache.tiers.base import GetAnswer, GetRequest, Tier, TierEntry
 from tiered_cache.tiers.disk import SUFFIX
 
 ENTRIES: Final = "entries"
 """Where a disk tier keeps what it holds; what is beside it are its temporary, spare and quarantined files."""
 READ_AT_ONCE_BYTES: Final = 32 << 20
 """Of a longer file the header is checked first, so that nothing is read because of its mere length."""
+READ_TOGETHER: Final = 16
+"""How many entries of a tier, up to as many bytes."""
+DEADLINE_S: Final = 60.0
+"""How long an object store may take for them."""
+_NO_DESCRIPTOR: Final = "missing: the frames of this namespace cannot be used after a restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +57,7 @@ class CheckedFile:
     """One file, and what is wrong with it."""
 
     path: str
-    """Below the directory that was checked."""
+    """Below the directory that was checked; an entry's name in a tier."""
     bytes: int
     error: str | None
 
@@ -55,6 +76,114 @@ def check_directory(root: Path) -> Iterator[CheckedFile]:
     checker = _Checker(root, entries)
     for path in _files(entries):
         yield from checker.check(path)
+
+
+def check_url(url: str) -> Iterator[CheckedFile]:
+    """Every entry of the object store at s3://, gs://, az:// or file://, as `check_tier`.
+
+    Credentials and endpoint come from the usual environment variables. Raises `ConfigError` for what names no store.
+    """
+    try:
+        from tiered_cache.tiers.object_store import ObjectStoreTier, open_store
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{url} needs the package obstore (the s3 extra): {error}") from error
+
+    store = open_store(url, request_timeout_s=DEADLINE_S / 3, retry_timeout_s=2 * DEADLINE_S / 3)
+    with (
+        ThreadPoolExecutor(READ_TOGETHER) as executor,
+        ObjectStoreTier(store, 0, executor, name=url, deadline_s=DEADLINE_S) as tier,
+    ):
+        yield from check_tier(tier)
+
+
+def check_tier(tier: Tier) -> Iterator[CheckedFile]:
+    """Every entry that a tier lists, checked in full, in the order of their names.
+
+    What is deleted meanwhile is left out; what the tier cannot read is bad. Raises `TierError` if it cannot be listed.
+    """
+    entries = sorted(tier.list(), key=lambda entry: entry.path)
+    declared = {
+        namespace: _declared_in(tier, entry.path)
+        for entry in entries
+        if (namespace := descriptor_namespace(entry.path)) is not None
+    }
+    while entries:
+        sizes = itertools.accumulate(entry.bytes for entry in entries[:READ_TOGETHER])
+        count = max(1, sum(total <= READ_AT_ONCE_BYTES for total in sizes))
+        some, entries = entries[:count], entries[count:]
+        for entry in some:
+            with suppress(IdentityError):
+                namespace = FrameKey.parse(entry.path).namespace
+                if namespace not in declared:
+                    declared[namespace] = None
+                    yield CheckedFile(descriptor_path(namespace), 0, _NO_DESCRIPTOR)
+        for entry, answer in zip(some, _read_entries(tier, some, declared), strict=True):
+            error = None
+            try:
+                if isinstance(answer, FrameNotFoundError):
+                    continue
+                if not isinstance(answer, memoryview):
+                    raise answer
+                _check_entry(entry.path, np.frombuffer(answer, np.uint8), declared)
+            except TieredCacheError as problem:
+                error = problem.message
+            yield CheckedFile(entry.path, entry.bytes, error)
+
+
+def _declared_in(tier: Tier, path: str) -> Namespace | None:
+    """What a descriptor says, None if it is not sound, which is told when its turn comes."""
+    (answer,) = tier.get([GetRequest(path, bytes=DESCRIPTOR_BYTES_MAX + 1)])
+    namespace = descriptor_namespace(path)
+    assert namespace is not None
+    with suppress(TieredCacheError):
+        if isinstance(answer, memoryview):
+            return read_descriptor(bytes(answer), namespace)
+    return None
+
+
+def _read_entries(
+    tier: Tier, entries: Sequence[TierEntry], declared: Mapping[bytes, Namespace | None]
+) -> Sequence[GetAnswer | TieredCacheError]:
+    """Their bytes; of a large one only if its header is sound and declares this size."""
+    if len(entries) == 1 and entries[0].bytes > READ_AT_ONCE_BYTES:
+        (entry,) = entries
+        try:
+            key = FrameKey.parse(entry.path)
+            fixed = _bytes_of(tier, entry.path, frame.FIXED_HEADER_BYTES)
+            header = frame.read_header(_bytes_of(tier, entry.path, frame.header_bytes(fixed)))
+            _check_header(header, entry.bytes, key, declared[key.namespace])
+        except TieredCacheError as error:
+            return [error]
+    return tier.get([GetRequest(entry.path) for entry in entries])
+
+
+def _bytes_of(tier: Tier, path: str, count: int) -> npt.NDArray[np.uint8]:
+    (answer,) = tier.get([GetRequest(path, bytes=count)])
+    if not isinstance(answer, memoryview):
+        raise answer
+    return np.frombuffer(answer, np.uint8)
+
+
+def _check_entry(name: str, data: npt.NDArray[np.uint8], declared: Mapping[bytes, Namespace | None]) -> None:
+    """Raise unless these are a descriptor's or a frame's bytes, whole and under their name."""
+    namespace = descriptor_namespace(name)
+    if namespace is not None:
+        read_descriptor(data.tobytes(), namespace)
+        return
+    key = FrameKey.parse(name)
+    known = declared[key.namespace]
+    if known is not None:
+        frame.decode(data, key=key, identity_digest=known.identity_digest, geometry=known.geometry)
+    elif (found := frame.verify(data).key) != key:
+        raise FrameError(f"the file holds the frame {found.path()}")
+
+
+def _check_header(header: frame.FrameHeader, size: int, key: FrameKey, declared: Namespace | None) -> None:
+    """Raise unless a sound header declares this size, and what its namespace allows."""
+    if header.total_bytes != size:
+        raise TruncatedError(f"the file has {size} bytes, its frame {header.total_bytes}")
+    if declared is not None:
+        frame.check_expected(header, key=key, identity_digest=declared.identity_digest, geometry=declared.geometry)
 
 
 def _entries(root: Path) -> Path:
@@ -119,34 +248,18 @@ class _Checker:
         if namespace not in self._declared and self._read_descriptor(namespace) is None:
             path = self._descriptor_path(namespace)
             if not path.exists():
-                error = "missing: the frames of this namespace cannot be used after a restart"
-                yield CheckedFile(str(path.relative_to(self._root)), 0, error)
+                yield CheckedFile(str(path.relative_to(self._root)), 0, _NO_DESCRIPTOR)
 
     def _check(self, fd: int, size: int, name: str, named_as_entry: bool) -> None:
         if not named_as_entry:
             raise FrameError(f"not an entry of a disk tier: its name does not end in {SUFFIX}")
-        namespace = descriptor_namespace(name)
-        if namespace is not None:
-            read_descriptor(self._read_document(fd), namespace)
-            return
-        key = FrameKey.parse(name)
-        declared = self._declared[key.namespace]
-        if size > READ_AT_ONCE_BYTES:
-            self._check_header(fd, size, key, declared)
-        data = self._read(fd, size)
-        if declared is not None:
-            frame.decode(data, key=key, identity_digest=declared.identity_digest, geometry=declared.geometry)
-        elif (found := frame.verify(data).key) != key:
-            raise FrameError(f"the file holds the frame {found.path()}")
-
-    def _check_header(self, fd: int, size: int, key: FrameKey, declared: Namespace | None) -> None:
-        """Raise unless the frame's header is sound and declares this size, and what its namespace allows."""
-        header_bytes = frame.header_bytes(self._read(fd, frame.FIXED_HEADER_BYTES))
-        header = frame.read_header(self._read(fd, header_bytes))
-        if header.total_bytes != size:
-            raise TruncatedError(f"the file has {size} bytes, its frame {header.total_bytes}")
-        if declared is not None:
-            frame.check_expected(header, key=key, identity_digest=declared.identity_digest, geometry=declared.geometry)
+        if descriptor_namespace(name) is not None:
+            size = min(size, DESCRIPTOR_BYTES_MAX + 1)
+        elif size > READ_AT_ONCE_BYTES:
+            header_bytes = frame.header_bytes(self._read(fd, frame.FIXED_HEADER_BYTES))
+            key = FrameKey.parse(name)
+            _check_header(frame.read_header(self._read(fd, header_bytes)), size, key, self._declared[key.namespace])
+        _check_entry(name, self._read(fd, size), self._declared)
 
     def _read(self, fd: int, size: int) -> npt.NDArray[np.uint8]:
         """The first `size` bytes, fewer if there are not so many."""

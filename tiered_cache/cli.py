@@ -30,7 +30,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tiered_cache import frame
-from tiered_cache.check import CheckedFile, check_directory, count_files
+from tiered_cache.check import CheckedFile, check_directory, check_url, count_files
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings, format_size, parse_size
 from tiered_cache.errors import ConfigError, TieredCacheError
 from tiered_cache.frame import FrameHeader
@@ -152,22 +152,29 @@ def replay(
 @app.command()
 def verify(
     *,
-    directory: Annotated[Path, typer.Argument(help="A disk tier's directory, such as `replay --keep` leaves.")],
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|URL",
+            help="A disk tier's directory, such as `replay --keep` leaves, or an object store, such as s3://BUCKET/PREFIX.",
+        ),
+    ],
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the result there; `-` for standard output.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, and only the JSON.")] = False,
 ) -> int:
-    """Read every frame of a disk tier in full and list the bad ones.
+    """Read every frame of a disk tier or an object store in full and list the bad ones.
 
     Exit status 0 if all are sound, 1 if one is not, 2 for bad input.
     """
-    total, bytes_read, checked = count_files(directory), 0, 0
+    files, total = (check_url(place), 0) if "://" in place else (check_directory(Path(place)), count_files(Path(place)))
+    bytes_read = checked = 0
     bad: list[CheckedFile] = []
     with _json_target(json_path) as write_json:
         start_s = time.perf_counter()
         with _meter(quiet=quiet) as meter:
-            for file in check_directory(directory):
+            for file in files:
                 checked += 1
                 bytes_read += file.bytes
                 if file.error is not None:

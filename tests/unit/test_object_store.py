@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 from serving import MODELS, Served, compute, never_moved, serve, some_tokens
 
+from tiered_cache.check import check_tier
+from tiered_cache.cli import main
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
 from tiered_cache.errors import CapacityError, ConfigError, TierError
 from tiered_cache.service.local import LocalCluster
@@ -300,6 +303,62 @@ def test_a_flipped_bit_in_the_store_is_never_served(tmp_path: Path) -> None:
         assert refused
         assert set(refused) <= {"ChecksumError", "FrameError", "TruncatedError", "VersionError", "FrameNotFoundError"}
         assert any("/quarantine/" in key for key in server.objects)
+
+
+# Checking it from outside
+
+
+def test_verify_reads_every_frame_of_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objects = tmp_path / "objects"
+    with start(tmp_path / "tiers", f"file://{objects}", {}) as cluster:
+        for prompt in PROMPTS:
+            serve(cluster, prompt)
+        entries = cluster.cache.usage()["object"].entries
+    assert main(["verify", f"file://{objects}", "--json", "-", "--quiet"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["checked"], result["bad"]) == (entries, [])
+    (descriptor,) = objects.rglob("descriptor.blob")
+    body = descriptor.read_bytes()
+    descriptor.unlink()
+    assert main(["verify", f"file://{objects}", "--quiet", "--json", "-"]) == 1
+    (bad,) = json.loads(capsys.readouterr().out)["bad"]
+    assert "missing" in bad["error"]
+    descriptor.write_bytes(body[:-1])
+    assert main(["verify", f"file://{objects}"]) == 1
+    assert "1 bad" in capsys.readouterr().out
+    assert main(["verify", "ftp://host/place"]) == 2
+    assert "ftp" in capsys.readouterr().err
+
+
+def test_every_changed_cut_longer_or_swapped_object_is_found(tmp_path: Path, executor: ThreadPoolExecutor) -> None:
+    rng = seeded(5)
+    with FaultyS3Server() as server:
+        with start(tmp_path / "tiers", "s3://bucket/p", server.options) as cluster:
+            for prompt in PROMPTS:
+                serve(cluster, prompt)
+        good = dict(server.objects)
+        frames = sorted(key for key in good if "/entries/" in key and not key.endswith("descriptor.blob"))
+        tier = ObjectStoreTier(open_store("s3://bucket/p", server.options), 0, executor)
+        assert [file.error for file in check_tier(tier)] == [None] * (len(frames) + 1)
+        for _ in range(30):
+            for key in frames:
+                raw = bytearray(good[key])
+                change = rng.choice(["flip", "cut", "longer"])
+                if change == "flip":
+                    raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+                elif change == "cut":
+                    del raw[rng.randrange(len(raw)) :]
+                else:
+                    raw += bytes(rng.randrange(1, 100))
+                server.objects[key] = bytes(raw)
+            errors = {file.path: file.error for file in check_tier(tier)}
+            assert all(errors[key.removeprefix("p/entries/").removesuffix(".blob")] for key in frames)
+        for key, other in zip(frames, [*frames[1:], frames[0]], strict=True):
+            server.objects[key] = good[other]
+        assert sum(file.error is not None for file in check_tier(tier)) == len(frames)
+        server.objects.update(good)
+        server.fail("GET", HttpFault(), HttpFault(), HttpFault(status=400))  # listing, descriptor, a frame
+        assert [file.error for file in check_tier(tier)].count("the store answered HTTP 400 Injected400") == 1
 
 
 # Starting
