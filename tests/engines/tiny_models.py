@@ -127,7 +127,7 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "o_lora_rank": 8,
             "index_n_heads": 2,
             "index_head_dim": 16,
-            "index_topk": 3,
+            "index_topk": 4,
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 0,
@@ -237,7 +237,7 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "intermediate_size": 32,
             "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "block_size": 8,
@@ -347,4 +347,9 @@ def tiny_model(family: str, dtype: Any = torch.float32, seed: int = 0) -> Any:
         made_for = "ConditionalGeneration"
     torch.manual_seed(seed)
     model: Callable[..., Any] = getattr(transformers, f"{model_name or config_name}For{made_for}")
-    return model(config).to(dtype).eval()
+    made = model(config)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if not weight.any():  # what starts as zero would hide a state that is wrong
+                weight.normal_(std=0.2)
+    return made.to(dtype).eval()

@@ -7,6 +7,7 @@ caches grow as it computes; what a sequence may take at most is booked when it i
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ from tiered_cache.states.state_set import check_arrays
 
 STEP_TOKENS_MAX = 512
 """How many tokens one call of the model computes; other cuts of a prompt may round differently."""
+
+DRIFT_EXPECTED = 0.05
+"""What rounding alone may change between a prompt at once and token by token; above it the log says so."""
+
+logger = logging.getLogger(__name__)
 
 _READ_TOKENS = 1024  # of rows that are hashed at a time
 
@@ -82,7 +88,22 @@ class TransformersEngine(ComputingEngine):
         self.step_tokens_max = step_tokens_max
         self.static_tokens = static_tokens
         self._stepper = Stepper(model, static_tokens)
-        self._layout = probe(self._stepper, block_tokens)
+        probed = probe(self._stepper, block_tokens)
+        self._layout = probed.layout
+        self.step_drift = probed.step_drift
+        self.goes_on_in_chunks = probed.goes_on_in_chunks
+        if not self.goes_on_in_chunks:
+            logger.warning(
+                "%s forgets its state when several tokens follow it: after the first call it gets them one by one",
+                type(model).__name__,
+            )
+        if self.step_drift > DRIFT_EXPECTED:
+            logger.warning(
+                "%s goes on from its cache otherwise than it computes at once, by %.0f %% of the largest logit: so it "
+                "does after a restore",
+                type(model).__name__,
+                100 * self.step_drift,
+            )
         self.geometry = self._layout.geometry
         self.identity = identity_of(
             model, static_tokens=static_tokens, tenant_salt=tenant_salt, tokenizer_digest=tokenizer_digest
@@ -274,9 +295,12 @@ class TransformersEngine(ComputingEngine):
         tokens = check_token_ids(tokens, self.vocabulary)
         if (end := held.tokens + len(tokens)) > held.room:
             raise CapacityError(f"{len(tokens)} more tokens make {end}, and there is room for {held.room}")
-        for start in range(0, len(tokens), self.step_tokens_max):
-            piece = tokens[start : start + self.step_tokens_max]
-            held.cache, held.logits = self._stepper.step(held.cache, piece)
+        width = self.step_tokens_max
+        if not self.goes_on_in_chunks:
+            width = 1 if held.tokens else max(1, len(tokens))
+        for start in range(0, len(tokens), width):
+            piece = tokens[start : start + width]
+            held.cache, held.logits = self._stepper.step(held.cache, held.tokens, piece)
             held.tokens += len(piece)
 
     def logits(self, sequence: int) -> Tensor:

@@ -12,6 +12,9 @@ import transformers
 from tiered_cache.errors import ConfigError
 from tiered_cache.identity import Identity
 
+REVISION = "1"
+"""Goes up whenever the engine calls a model otherwise, so that its states are others."""
+
 _NOT_THE_MODEL = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "architectures", "_commit_hash", "dtype", "torch_dtype"}
 )
@@ -54,7 +57,7 @@ def identity_of(model: Any, *, static_tokens: int | None, tenant_salt: bytes, to
     return Identity(
         weights_digest=model_digest(model),
         engine="transformers",
-        engine_revision=f"transformers {transformers.__version__}, torch {torch.__version__}",
+        engine_revision=f"{REVISION}, transformers {transformers.__version__}, torch {torch.__version__}",
         rounding=", ".join(f"{name} {value}" for name, value in rounding.items() if value is not None),
         tokenizer_digest=tokenizer_digest,
         tenant_salt=tenant_salt,
