@@ -236,12 +236,17 @@ def _json_target(path: str | None) -> Iterator[Callable[[str], None]]:
             else:
                 temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
                 file = temporary.open("x")
-        try:
+
+        def write(text: str) -> None:
             with file:
-                yield lambda text: print(text, file=file)
+                print(text, file=file)
             if temporary is not None:
                 temporary.replace(target)
+
+        try:
+            yield write
         finally:
+            file.close()
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
 
