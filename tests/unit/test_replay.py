@@ -19,6 +19,7 @@ from tiered_cache.policy.base import Hints, Request
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.replay.driver import Progress, ReplayResult, ReplaySettings, replay
 from tiered_cache.replay.traces import SAMPLE_PATH, TokenSource, Trace
+from tiered_cache.service.build import build_engine
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.tiers.base import Durability
 from tiered_cache.tiers.disk import SyncPolicy
@@ -108,10 +109,11 @@ def test_two_replays_with_one_seed_decide_alike_and_another_cache_does_not(tmp_p
 def predicted_hit_tokens(settings: ReplaySettings, trace: Trace) -> Iterator[int]:
     """Per request, by index and policy alone: no bytes, no engine, no cache."""
     with LocalCluster(settings.cluster) as cluster:
-        namespace, geometry, vocabulary = cluster.namespace, cluster.geometry, 65_536
+        namespace, geometry = cluster.namespace, cluster.geometry
     tier, index, policy = HostTier(settings.cluster.tiers.host_bytes), PrefixIndex(["host"]), LruPolicy()
     index.register(Layout.of(namespace, PrefixChain(namespace, geometry.block_tokens).block_hash(0), geometry))
     view = index.view("host")
+    vocabulary = build_engine(settings.cluster.worker).vocabulary
     source = TokenSource(trace.block_tokens, vocabulary, settings.seed)
 
     def footprint(group: str, tokens: int) -> int:

@@ -81,7 +81,7 @@ class ReferenceModel:
     """Elements of one row of the n-gram tables."""
     ple_heads: int = 1
     """Rows that an n-gram selects."""
-    vocabulary: int = 65_536
+    vocabulary: int = 262_144
     eos: int = 2
     block_tokens: int = 512
 
