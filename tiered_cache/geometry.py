@@ -61,25 +61,25 @@ class PartKind(enum.StrEnum):
     CARRY = "carry"  # overwritten in place, valid at one token count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ArraySpec:
     """Dtype name and shape of one array."""
 
     dtype: str
     shape: tuple[int, ...]
 
-    @cached_property
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def storage(self) -> np.dtype[np.generic]:
         """The NumPy dtype that holds the bit patterns."""
         return storage_dtype(self.dtype)
 
-    @cached_property
+    @property
     def bytes(self) -> int:
-        return self.elements * self.storage.itemsize
+        return math.prod(self.shape) * storage_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
