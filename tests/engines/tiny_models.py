@@ -352,4 +352,18 @@ def tiny_model(family: str, dtype: Any = torch.float32, seed: int = 0) -> Any:
         for weight in made.parameters():
             if not weight.any():  # what starts as zero would hide a state that is wrong
                 weight.normal_(std=0.2)
-    return made.to(dtype).eval()
+    return _to(made, dtype).eval()
+
+
+def _to(model: Any, dtype: Any) -> Any:
+    """The model in another dtype, as loading it gives it: what is computed from its settings stays float32."""
+    computed = [
+        (module, name, module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+        if module._buffers[name] is not None
+    ]
+    model.to(dtype)
+    for module, name, buffer in computed:
+        module._buffers[name] = buffer
+    return model
