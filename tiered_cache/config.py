@@ -57,7 +57,7 @@ class TierSettings:
     """Endpoint, region, credentials and so on, as obstore names them; besides the usual environment variables."""
     object_requests: int = 16
     """How many requests are under way at once."""
-    object_deadline_s: float = 10.0
+    object_deadline_s: float = 5.0
     """After so long a call ends; one request of it ends after a third."""
     policy: str = "lru"
     seed: int = 0

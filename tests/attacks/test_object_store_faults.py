@@ -285,7 +285,8 @@ def test_what_others_put_is_found_and_what_is_no_entry_is_left_alone(
     assert set(foreign) <= set(server.objects)
 
 
-def test_a_listing_that_breaks_off_is_an_error(server: FaultyS3Server, tier: ObjectStoreTier) -> None:
+def test_a_listing_that_breaks_off_is_an_error(server: FaultyS3Server, executor: ThreadPoolExecutor) -> None:
+    tier = open_tier(server, executor, 30.0)
     server.objects.update({key(n): b"x" for n in range(2_500)})
     assert len(list(tier.list())) == 2_500
     assert tier.usage().entries == 2_500

@@ -242,7 +242,13 @@ def test_answers_stay_right_while_the_store_is_in_trouble(tmp_path: Path, troubl
     later_s = 0.0
     with (
         FaultyS3Server() as server,
-        start(tmp_path / "tiers", "s3://bucket/p", server.options, clock=lambda: time.monotonic() + later_s) as cluster,
+        start(
+            tmp_path / "tiers",
+            "s3://bucket/p",
+            server.options,
+            deadline_s=1.5,
+            clock=lambda: time.monotonic() + later_s,
+        ) as cluster,
     ):
         for prompt in PROMPTS:
             serve(cluster, prompt)
