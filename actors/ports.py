@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from tiered_cache.cache import PlannedFrame
 from tiered_cache.engines.base import FrameName
 from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError
 from tiered_cache.geometry import Geometry
@@ -129,8 +130,8 @@ class RemoteTiering(Port):
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
         return self.call(MatchReply, "match", namespace, prompt, pin_s, deadline_s=deadline_s)
 
-    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
-        return self.call(list, "fetch", keys, bytes_max, deadline_s=deadline_s)
+    def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
+        return self.call(list, "fetch", frames, bytes_max, deadline_s=deadline_s)
 
     def spill(
         self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float

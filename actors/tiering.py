@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from actors.names import ClusterName
+from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import TierSettings
 from tiered_cache.errors import MissReason
 from tiered_cache.geometry import Geometry
@@ -32,8 +33,8 @@ class TieringActor:
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
         return self.tiering.match(namespace, prompt, pin_s, deadline_s=deadline_s)
 
-    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
-        return self.tiering.fetch(keys, bytes_max, deadline_s=deadline_s)
+    def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
+        return self.tiering.fetch(frames, bytes_max, deadline_s=deadline_s)
 
     def spill(
         self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float

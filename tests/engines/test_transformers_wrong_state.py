@@ -17,6 +17,7 @@ from round_trip import AHEAD, CASES, DEADLINE_S, DTYPES, go_on, tokens  # noqa: 
 from tiny_models import tiny_model  # noqa: E402
 
 from tiered_cache import frame  # noqa: E402
+from tiered_cache.cache import PlannedFrame  # noqa: E402
 from tiered_cache.config import ClusterSettings, TierSettings  # noqa: E402
 from tiered_cache.engines.base import FrameName  # noqa: E402
 from tiered_cache.engines.transformers import TransformersEngine  # noqa: E402
@@ -81,9 +82,9 @@ class Tampering:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
-    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Any]:
-        bodies = self._service.fetch(keys, bytes_max, deadline_s=deadline_s)
-        return [self._change(key, body) for key, body in zip(keys, bodies, strict=False)]
+    def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Any]:
+        bodies = self._service.fetch(frames, bytes_max, deadline_s=deadline_s)
+        return [self._change(planned.key, body) for planned, body in zip(frames, bodies, strict=False)]
 
 
 def section(body: Any, name: str) -> slice:
@@ -118,7 +119,7 @@ def test_the_tier_s_reader_refuses_it(engine: TransformersEngine) -> None:
             chain = prompt.chain(cluster.namespace, 16)
             names = {*frames_needed(engine.geometry, STALE), *frames_needed(engine.geometry, STOP)}
             keys = {name: chain.key(name.group, name.tokens, 0) for name in names}
-            found = tiering.fetch(tuple(keys.values()), 1 << 30, deadline_s=DEADLINE_S)
+            found = tiering.cache.fetch(tuple(keys.values()), 1 << 30)
             bodies[seed] = {tuple(name): np.array(body) for name, body in zip(keys, found, strict=True)}
 
         checkpoint = (CHECKPOINT, STOP)

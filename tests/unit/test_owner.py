@@ -27,7 +27,6 @@ from tiered_cache.errors import (
     TieredCacheError,
     TruncatedError,
 )
-from tiered_cache.identity import FrameKey
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.service.messages import Bytes, Prompt, RestorePlan, SequenceRef
@@ -56,7 +55,7 @@ class Home:
     tiering: TieringService
     clock: Clock
     fetched: int = 0
-    fetch: Callable[[tuple[FrameKey, ...]], list[Bytes | MissReason]] | None = None
+    fetch: Callable[[tuple[PlannedFrame, ...]], list[Bytes | MissReason]] | None = None
     free: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,11 +77,11 @@ def home() -> Iterator[Home]:
         found = Home(owner, cluster.tiering, clock)
 
         class Between:
-            def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> object:
+            def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> object:
                 found.fetched += 1
                 if found.fetch is not None:
-                    return found.fetch(keys)
-                return cluster.tiering.fetch(keys, bytes_max, deadline_s=deadline_s)
+                    return found.fetch(frames)
+                return cluster.tiering.fetch(frames, bytes_max, deadline_s=deadline_s)
 
         yield found
 
@@ -329,12 +328,12 @@ def test_room_is_settled_before_a_body_moves(home: Home) -> None:
 def test_bodies_that_are_not_what_was_planned_are_refused(home: Home) -> None:
     plan, prompt = stored(home)
     keys = tuple(planned.key for planned in plan.frames)
-    bodies = home.tiering.fetch(keys, 1 << 30, deadline_s=1)
+    bodies = home.tiering.fetch(plan.frames, 1 << 30, deadline_s=1)
     assert all(not isinstance(body, MissReason) for body in bodies)
     whole = [np.asarray(body) for body in bodies]
 
     def refused(answer: list[Bytes | MissReason], error: type[TieredCacheError]) -> TieredCacheError:
-        home.fetch = lambda keys: answer
+        home.fetch = lambda frames: answer
         with pytest.raises(error) as caught:
             inject(home, plan, prompt)
         assert home.untouched()
@@ -350,9 +349,23 @@ def test_bodies_that_are_not_what_was_planned_are_refused(home: Home) -> None:
     refused([], FrameNotFoundError)
 
 
+def test_a_frame_of_another_computation_is_not_what_was_planned(home: Home) -> None:
+    """For a ticket it would be somebody else's bytes; for a prefix hit, the next look-up plans with it."""
+    plan, prompt = stored(home)
+    others = tuple(replace(planned, lineage=planned.lineage ^ 1) for planned in plan.frames)
+    bodies = home.tiering.fetch(plan.frames, 1 << 30, deadline_s=1)
+    home.fetch = lambda frames: bodies
+    with pytest.raises(FrameNotFoundError, match=f"{plan.frames[0].lineage} came, and {others[0].lineage} was planned"):
+        inject(home, replace(plan, frames=others), prompt)
+    assert home.untouched()
+    unknown = tuple(replace(planned, lineage=0) for planned in plan.frames)  # found after a restart, not read yet
+    source = inject(home, replace(plan, frames=unknown), prompt)
+    assert home.owner.offer(source).offer.lineages == tuple(f.lineage for f in plan.frames if f.key.group == "rows")
+
+
 def test_frames_may_come_in_as_many_answers_as_the_tier_likes(home: Home) -> None:
     plan, prompt = stored(home)
-    home.fetch = lambda keys: home.tiering.fetch(keys[:1], 1, deadline_s=1)
+    home.fetch = lambda frames: home.tiering.fetch(frames[:1], 1, deadline_s=1)
     restored = home.owner.inject(plan, prompt, 200, b"", deadline_s=5)
     assert restored.mark == never_moved(MODEL, prompt.tokens)
     assert home.fetched == len(plan.frames)
@@ -361,9 +374,9 @@ def test_frames_may_come_in_as_many_answers_as_the_tier_likes(home: Home) -> Non
 def test_a_restore_ends_by_its_deadline_and_leaves_nothing(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, prompt = stored(home)
 
-    def slow(keys: tuple[FrameKey, ...]) -> list[Bytes | MissReason]:
+    def slow(frames: tuple[PlannedFrame, ...]) -> list[Bytes | MissReason]:
         home.clock.now_s += 6.0
-        return home.tiering.fetch(keys, 1 << 30, deadline_s=1)
+        return home.tiering.fetch(frames, 1 << 30, deadline_s=1)
 
     home.fetch = slow
     with pytest.raises(DeadlineError):
@@ -393,10 +406,10 @@ def test_no_lock_is_held_while_frames_are_fetched(home: Home) -> None:
     plan, prompt = stored(home)
     source, _ = begin(home.owner)
 
-    def fetch_and_export(keys: tuple[FrameKey, ...]) -> list[Bytes | MissReason]:
+    def fetch_and_export(frames: tuple[PlannedFrame, ...]) -> list[Bytes | MissReason]:
         assert home.owner.export(source, (FrameName("rows", BLOCK),), deadline_s=1).body.nbytes
         home.owner.release(source, deadline_s=1)
-        return home.tiering.fetch(keys, 1 << 30, deadline_s=1)
+        return home.tiering.fetch(frames, 1 << 30, deadline_s=1)
 
     home.fetch = fetch_and_export
     restored = home.owner.inject(plan, prompt, 200, b"", deadline_s=5)
@@ -460,10 +473,42 @@ def test_a_run_whose_caller_gave_up_releases_its_sequence(home: Home, monkeypatc
     assert home.untouched()
 
 
-def test_a_prompt_of_no_tokens_is_refused(home: Home) -> None:
+def test_a_sequence_of_no_tokens_has_nothing_to_give(home: Home) -> None:
     lease = home.owner.reserve(home.owner.namespace, 100, 30.0, deadline_s=1)
     with pytest.raises(PositionError, match="no tokens"):
         home.owner.run(lease, Prompt(some_tokens(0)), (), deadline_s=1)
+    source = home.owner.start(lease)
+    for call in (home.owner.offer, lambda source: home.owner.suspend(source, deadline_s=1)):
+        with pytest.raises(PositionError, match="no tokens"):
+            call(source)
+    home.owner.extend(source, some_tokens(4))  # and is not suspended now
+
+
+# Media
+
+
+def test_media_decide_what_is_shared(home: Home) -> None:
+    plain, cat, dog = (Prompt(some_tokens(40), media) for media in ({}, {1: (b"cat",)}, {1: (b"dog",)}))
+    lease = home.owner.reserve(home.owner.namespace, 200, 30.0, deadline_s=1)
+    run = home.owner.run(lease, cat, (), deadline_s=5)
+    plan = home.tiering.spill(run.offer, Durability.HOST, Hints(), 60.0, deadline_s=5).plan
+    assert plan is not None
+    for other in (plain, dog):
+        with pytest.raises(IdentityError, match="these tokens have"):
+            inject(home, plan, other)
+        with pytest.raises(PositionError, match="other media in block 1"):
+            home.owner.run(run.source, other, (), deadline_s=5)
+        lease = home.owner.reserve(home.owner.namespace, 200, 30.0, deadline_s=1)
+        run = home.owner.run(lease, cat, (), deadline_s=5)
+
+
+def test_media_that_come_later_are_part_of_what_comes_later(home: Home) -> None:
+    lease = home.owner.reserve(home.owner.namespace, 200, 30.0, deadline_s=1)
+    first = home.owner.run(lease, Prompt(some_tokens(20), {0: (b"cat",), 1: (b"dog",)}), (), deadline_s=5)
+    longer = np.concatenate([some_tokens(20), some_tokens(30, seed=1)])
+    media = {0: (b"cat",), 1: (b"dog", b"cow"), 2: (b"hen",)}
+    offer = home.owner.run(first.source, Prompt(longer, media), (), deadline_s=5).offer.offer
+    assert list(offer.hashes) == list(Prompt(longer, media).chain(home.owner.namespace, BLOCK).block_hashes())
 
 
 # Suspension

@@ -206,7 +206,7 @@ def test_a_suspended_sequence_gets_its_own_bytes_although_another_was_first(
         found = compute(cluster, np.concatenate([some_tokens(40), some_tokens(3, seed=1)])).placement.restored
         assert found is not None
         assert found.mark == never_moved(MODEL, some_tokens(40))
-        gone = cluster.tiering.fetch(tuple(frame.key for frame in private), 1 << 30, deadline_s=1)
+        gone = cluster.tiering.fetch(tuple(private), 1 << 30, deadline_s=1)
         assert gone == [MissReason.LOST] * len(private)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiered_cache import frame
-from tiered_cache.cache import Offer, PlannedFrame
+from tiered_cache.cache import Offer
 from tiered_cache.engines.base import ComputingEngine, Engine, FrameName
 from tiered_cache.errors import (
     CapacityError,
@@ -36,7 +36,6 @@ from tiered_cache.identity import CHECKPOINT, Identity, PrefixChain, Tokens, nam
 from tiered_cache.service.deadline import Clock, Deadline
 from tiered_cache.service.messages import (
     Bid,
-    Bytes,
     Parcel,
     Prompt,
     Restored,
@@ -151,8 +150,9 @@ class SequenceOwner:
         """Make a sequence of the plan's first `plan.tokens` tokens of the prompt from stored frames, all or nothing.
 
         Capacity is settled before a body moves. Every frame is checked against the key that these tokens have
-        here, this engine's identity and its geometry, whoever made the plan. Raises `CapacityError`, `FrameError`
-        (with the frame's key), `FrameNotFoundError`, `StateError`, `DeadlineError`; nothing has changed then.
+        here, this engine's identity and its geometry, and the computation it comes from against the plan's, whoever
+        made that. Raises `CapacityError`, `FrameError` (with the frame's key), `FrameNotFoundError`, `StateError`,
+        `DeadlineError`; nothing has changed then.
         """
         deadline = Deadline.after(deadline_s, self._clock)
         if not 0 < plan.tokens <= len(prompt.tokens):
@@ -164,15 +164,12 @@ class SequenceOwner:
         try:
             restoration = self.engine.restoration(reservation, plan.tokens)
             bytes_read = 0
-            for planned, body in self._bodies(plan, deadline):
-                stored = frame.decode(
-                    body,
-                    key=planned.key,
-                    identity_digest=self._identity_digest,
-                    geometry=self.engine.geometry,
-                )
-                restoration.put(FrameName(planned.key.group, planned.key.tokens), stored.arrays)
-                bytes_read += len(body)
+            lineages: dict[int, int] = {}
+            for stored, stored_bytes in self._frames(plan, deadline):
+                restoration.put(FrameName(stored.key.group, stored.key.tokens), stored.arrays)
+                bytes_read += stored_bytes
+                if stored.key.group != CHECKPOINT:
+                    lineages[stored.key.tokens] = stored.lineage
             deadline.left_s("restore")
             handle = restoration.commit()
         except BaseException:
@@ -188,10 +185,8 @@ class SequenceOwner:
         except BaseException:
             self.engine.release(handle)
             raise
-        by_block = {p.key.tokens: p.lineage for p in plan.frames if p.key.group != CHECKPOINT}
-        size = self.engine.geometry.block_tokens
-        lineages = [by_block.get((block + 1) * size, 0) for block in range(chain.blocks)]
-        return Restored(self._track(handle, chain, lineages), plan.tokens, bytes_read, mark)
+        by_block = [lineages.get((block + 1) * chain.block_tokens, 0) for block in range(chain.blocks)]
+        return Restored(self._track(handle, chain, by_block), plan.tokens, bytes_read, mark)
 
     def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:
         """A plan names frames of exactly this prefix, this namespace and this rank, or it is refused."""
@@ -205,19 +200,24 @@ class SequenceOwner:
             if key != expected:
                 raise IdentityError(f"these tokens have {expected.path()} there, not this frame", key.path())
 
-    def _bodies(self, plan: RestorePlan, deadline: Deadline) -> Iterator[tuple[PlannedFrame, Bytes]]:
-        """The plan's stored frames in order, pulled in calls of bounded size."""
+    def _frames(self, plan: RestorePlan, deadline: Deadline) -> Iterator[tuple[frame.Frame, int]]:
+        """The plan's frames in order, checked, with their stored bytes; pulled in calls of bounded size."""
         port = self._tiering(plan.node)
         wanted = plan.frames
         while wanted:
-            keys = tuple(planned.key for planned in wanted)
-            bodies = port.fetch(keys, FETCH_BYTES_MAX, deadline_s=deadline.left_s("restore"))
+            bodies = port.fetch(wanted, FETCH_BYTES_MAX, deadline_s=deadline.left_s("restore"))
             if not bodies:
-                raise FrameNotFoundError("the tier answered with no frame", keys[0].path(), plan.node)
+                raise FrameNotFoundError("the tier answered with no frame", wanted[0].key.path(), plan.node)
             for planned, body in zip(wanted, bodies, strict=False):
                 if isinstance(body, MissReason):
                     raise FrameNotFoundError(f"was promised, and now is {body}", planned.key.path(), plan.node)
-                yield planned, body
+                stored = frame.decode(
+                    body, key=planned.key, identity_digest=self._identity_digest, geometry=self.engine.geometry
+                )
+                if planned.lineage not in {0, stored.lineage}:  # 0: not known before it was read
+                    what = f"of computation {stored.lineage} came, and {planned.lineage} was planned"
+                    raise FrameNotFoundError(f"a frame {what}", planned.key.path(), plan.node)
+                yield stored, len(body)
             wanted = wanted[len(bodies) :]
 
     def track(self, handle: int, prompt: Prompt) -> SequenceRef:
@@ -310,6 +310,8 @@ class SequenceOwner:
     def offer(self, source: SequenceRef) -> SpillOffer:
         """All staged checkpoints and the current token count, for a tiering service to pull."""
         with self._held(source) as tracked:
+            if not len(tracked.chain):
+                raise PositionError("a sequence of no tokens has nothing to offer")
             return self._offer(source, tracked, private=False)
 
     def run(self, place: SequenceRef | int, prompt: Prompt, take_at: Sequence[int], *, deadline_s: float) -> RunResult:
@@ -337,6 +339,7 @@ class SequenceOwner:
         marks, skipped = [], []
         done, end = len(tracked.chain), len(prompt.tokens)
         _check_is_prefix(tracked.chain, prompt)
+        tracked.chain.extra_keys = prompt.extra_keys
         for stop in [*sorted({n for n in take_at if done < n < end}), end]:
             deadline.left_s("run")
             if stop > len(tracked.chain):
@@ -377,6 +380,8 @@ class SequenceOwner:
         """Stop the sequence where it stands: until `wake` or `release` it can be exported, and nothing else."""
         with self._held(source, Deadline.after(deadline_s, self._clock)) as tracked:
             self._running(tracked)
+            if not len(tracked.chain):
+                raise PositionError("a sequence of no tokens has no state")
             offer = self._offer(source, tracked, private=True)
             state = self.engine.sampler_state(tracked.handle)
             tracked.suspended = True
@@ -470,5 +475,10 @@ def _common_blocks(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:
 
 
 def _check_is_prefix(chain: PrefixChain, prompt: Prompt) -> None:
+    """Tokens and media: those of the block that the sequence ends in may have more to come."""
     if not np.array_equal(chain.tokens, prompt.tokens[: len(chain)]):
         raise PositionError(f"the sequence's {len(chain)} tokens are not the first of this prompt")
+    for block in {*chain.extra_keys, *prompt.extra_keys}:
+        mine, theirs = tuple(chain.extra_keys.get(block, ())), tuple(prompt.extra_keys.get(block, ()))
+        if block <= chain.blocks and mine != (theirs if block < chain.blocks else theirs[: len(mine)]):
+            raise PositionError(f"the sequence and this prompt have other media in block {block}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tiered_cache.cache import Hit, TieredCache
+from tiered_cache.cache import Hit, PlannedFrame, TieredCache
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError
 from tiered_cache.geometry import Geometry
@@ -76,10 +76,10 @@ class TieringService:
         tier = found.hit.tier if found.hit else ""
         return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier)
 
-    def fetch(self, keys: tuple[FrameKey, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
+    def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
         """The stored bytes of the first of these frames, up to `bytes_max`, or why one is not there."""
         del deadline_s
-        return self.cache.fetch(keys, bytes_max)
+        return self.cache.fetch([frame.key for frame in frames], bytes_max, [frame.lineage for frame in frames])
 
     def spill(
         self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
