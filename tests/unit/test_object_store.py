@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 # Opening
 
 
-@pytest.mark.parametrize("url", ["", "nowhere", "ftp://a/b", "s3://", "relative/path"])
+@pytest.mark.parametrize("url", ["", "nowhere", "ftp://a/b", "http://a/b", "s3://", "relative/path"])
 def test_what_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="object store"):
         open_store(url)
@@ -195,6 +196,11 @@ def test_frames_move_down_to_memory_and_come_back(tmp_path: Path) -> None:
         counters = cluster.counters()
         assert counters["cache.hits.object"] > 0
         assert counters["cache.frames.object.put"] == usage["object"].entries
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("object-store")]
+        assert threads
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive(), "its threads end with the node's tiers"
 
 
 def test_frames_move_down_to_s3_and_outlive_the_node(tmp_path: Path, seaweed: SeaweedServer) -> None:

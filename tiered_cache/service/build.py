@@ -63,8 +63,9 @@ def _object_tier(settings: TierSettings, url: str, clock: Clock) -> Tier | None:
     store = ObjectStoreTier(
         place,
         settings.object_bytes,
-        ThreadPoolExecutor(settings.object_requests, thread_name_prefix="object-store"),  # ends with the tier
+        ThreadPoolExecutor(settings.object_requests, thread_name_prefix="object-store"),
         durability=durability_of(url),
+        owns_executor=True,
         deadline_s=deadline_s,
     )
     tier = MeteredTier(BreakerTier(store, clock=clock))

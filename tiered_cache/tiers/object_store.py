@@ -8,6 +8,8 @@ store checks. Requests run in an executor that is handed in, whose threads bound
 timeout and a few retries, of what can succeed the second time and nothing else (`open_store`); each call has a
 deadline besides. What still runs then touches no buffer of the caller any more, and is charged for what it creates.
 
+The credentials need the rights to read, write, delete and list: without the last, S3 answers 403 for what is not there.
+
 Stores differ, callers do not see it: past the end is an empty answer, deleting what is not there is no error, and a
 name that is taken is `EXISTS`. Only the store's own "not there" is an absence.
 
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
     from obstore.store import S3Config
 
+SCHEMES = ("s3", "gs", "az", "file", "memory")
 ENTRY_BYTES = 512
 """Charged for an object's name and metadata."""
 ENTRY_BYTES_MAX = 5 << 30
@@ -110,13 +113,15 @@ def open_store(
     after 50 ms, doubled each time, up to `retries` times and until `retry_timeout_s`. Raises `ConfigError`.
     """
     scheme = urlsplit(url).scheme
+    if scheme not in SCHEMES:
+        raise ConfigError(f"object store {scheme}://: none of {', '.join(SCHEMES)}")
     try:
         if scheme == "memory":
             return MemoryStore()
         if scheme == "file":
             return LocalStore.from_url(url, mkdir=True)
         config = dict(options or {})
-        if scheme in {"s3", "s3a"}:
+        if scheme == "s3":
             config.setdefault("checksum_algorithm", "SHA256")
         endpoints = [*(v for k, v in config.items() if "endpoint" in k), *map(os.environ.get, _ENDPOINT_VARIABLES)]
         return from_url(
@@ -149,8 +154,9 @@ def durability_of(url: str) -> Durability:
 class ObjectStoreTier(Tier):
     """Entries as objects of `store`, within `budget` (bytes, or who grants them).
 
-    Nobody else may use the executor's threads to call the tier: it waits for them. Every call ends after `deadline_s`,
-    a listing after so long for each page. Nothing is asked of the store before the first call.
+    The tier waits for the executor's threads, so they must not call it; with `owns_executor` it is shut down when the
+    tier is closed. Every call ends after `deadline_s`, a listing after so long for each page. Nothing is asked of the
+    store before the first call.
     """
 
     def __init__(
@@ -161,6 +167,7 @@ class ObjectStoreTier(Tier):
         *,
         name: str = "object",
         durability: Durability = Durability.OBJECT,
+        owns_executor: bool = False,
         deadline_s: float = 30.0,
         quarantine_entries: int = 64,
         quarantine_bytes: int | None = None,
@@ -171,6 +178,7 @@ class ObjectStoreTier(Tier):
         self._store = store
         self._budget = LocalBudget(budget) if isinstance(budget, int) else budget
         self._executor = executor
+        self._owns_executor = owns_executor
         self._deadline_s = deadline_s
         self._quarantine_entries = quarantine_entries
         self._quarantine_bytes = self._budget.bytes_max // 16 if quarantine_bytes is None else quarantine_bytes
@@ -258,11 +266,11 @@ class ObjectStoreTier(Tier):
 
     def delete(self, paths: Sequence[str]) -> Sequence[bool]:
         self._check_open()
-        there = dict.fromkeys((path for path in paths if is_path(path)), False)
+        names = dict.fromkeys(path for path in paths if is_path(path))
         call = _Call(self._deadline_s, self.name)
-        self._claims.take(there, call)
-        results = self._run(call, [partial(self._delete, call, path) for path in there])
-        there = dict(zip(there, _all_of(results), strict=True))
+        self._claims.take(names, call)
+        results = self._run(call, [partial(self._delete, call, path) for path in names])
+        there = dict(zip(names, _all_of(results), strict=True))
         return [there.pop(path, False) for path in paths]
 
     def quarantine(self, path: str, reason: str) -> bool:
@@ -290,6 +298,8 @@ class ObjectStoreTier(Tier):
 
     def close(self) -> None:
         self._closed = True
+        if self._owns_executor:
+            self._executor.shutdown(wait=False, cancel_futures=True)
 
     # What runs in the executor
 
@@ -326,7 +336,7 @@ class ObjectStoreTier(Tier):
                 taken = self.footprint(item.bytes)
             with self._errors(path, call, writes=True):
                 try:
-                    obstore.put(self._store, _name(path), self._joined(item), mode="create", use_multipart=False)
+                    obstore.put(self._store, _name(path), self._joined(call, item), mode="create", use_multipart=False)
                 except (AlreadyExistsError, PreconditionError):
                     bytes_ = self._stat(call, path)
                     if bytes_ is None:
@@ -439,12 +449,12 @@ class ObjectStoreTier(Tier):
     def _target(self, request: GetRequest, bytes_: int) -> memoryview:
         return self._buffer(bytes_) if request.into is None else request.into.cast("B")[:bytes_]
 
-    def _joined(self, item: PutItem) -> memoryview:
+    def _joined(self, call: _Call, item: PutItem) -> memoryview:
         """A copy of the item: its buffers are the caller's again after the deadline, while they are still sent."""
         joined = self._buffer(item.bytes)
         done = 0
         for view in item.views():
-            _copy(joined[done : done + view.nbytes], view)
+            call.copy(joined[done : done + view.nbytes], view)
             done += view.nbytes
         return joined
 
@@ -585,7 +595,7 @@ class _Call:
         self._refusal = why
 
     def copy(self, target: memoryview, source: memoryview) -> None:
-        """Into a buffer that is the caller's again when the call is over."""
+        """Into or from a buffer that is the caller's again when the call is over."""
         with self._settled:
             if self._over or not self.left_s:
                 raise self.late()
@@ -598,7 +608,7 @@ class _Call:
                 self._settled.notify_all()
 
     def end(self) -> None:
-        """From now on nothing is copied."""
+        """From now on nothing is copied, in or out."""
         with self._settled:
             self._over = True
             self._settled.wait_for(lambda: not self._copies)
