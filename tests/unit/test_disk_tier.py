@@ -390,6 +390,22 @@ def test_two_tiers_on_one_directory_are_one_place(opened: Callable[..., tuple[Di
     assert one.usage().bytes_used == 0
 
 
+def test_opening_beside_a_living_process_takes_nothing_from_it(
+    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], tmp_path: Path
+) -> None:
+    one, _ = opened()
+    put(one, (name_of(0), bytes(10_000)), (name_of(1), bytes(10_000)))
+    one.delete([name_of(0)])
+    with one.reserve([50_000]) as reservation:
+        two, _ = opened()
+        assert two.usage().bytes_reserved == one.footprint(50_000)
+        assert len(files_in(tmp_path / "tier/spare")) == 1
+        one.put([PutItem(name_of(256), [bytes(50_000)])], reservation)
+    two.close()
+    assert put(one, (name_of(2), bytes(10_000))) == [PutOutcome.CREATED]
+    assert one.usage().bytes_used == sum(one.footprint(entry.bytes) for entry in one.list())
+
+
 def dead_holder(directory: Path, holder: str, age_s: float) -> list[Path]:
     """What a process that was killed while it wrote two files leaves."""
     left = directory / "tmp" / holder
