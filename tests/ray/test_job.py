@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
-from ray_serving import QUIET, SMALL
+from ray_serving import QUIET, SMALL, helpers_for_workers
 
 COMMAND = Path(sys.executable).with_name("tiered-cache")
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[JobSubmissionClient]:
+def jobs() -> JobSubmissionClient:
     if ray.is_initialized():
         ray.shutdown()
     options = {**SMALL, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": 0}
-    context = ray.init("local", **options, **QUIET)
-    yield JobSubmissionClient(f"http://{context.dashboard_url}")
-    ray.shutdown()
+    with helpers_for_workers():  # the next module may use it, too
+        context = ray.init("local", **options, **QUIET)
+    return JobSubmissionClient(f"http://{context.dashboard_url}")
 
 
 def run_job(jobs: JobSubmissionClient, *arguments: object) -> tuple[JobStatus, int | None, str]:

@@ -29,9 +29,8 @@ def test_the_example_needs_no_more_than_thirty_lines() -> None:
     assert actor.end_lineno - actor.lineno + 1 + len(imports) <= 30
 
 
-@pytest.mark.parametrize("mode", ["none", "shared"])
-def test_the_example_in_process_and_on_a_local_instance(mode: str) -> None:
-    assert "1 passed" in run_example("--tiered-cache-ray", mode)
+def test_the_example_on_a_local_instance() -> None:
+    assert "1 passed" in run_example("--tiered-cache-ray", "shared")
 
 
 def test_local_mode_is_skipped_where_ray_has_none() -> None:
