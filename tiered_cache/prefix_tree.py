@@ -595,6 +595,7 @@ class Trial:
         self.dropped: list[PrefixId] = []
         """The tier's checkpoints to drop, in order."""
         self._dropped: set[PrefixId] = set()
+        self._inner: set[PrefixId] = set()
         for candidate in self.candidates.values():
             self._take(candidate)
 
@@ -608,9 +609,12 @@ class Trial:
         return sum(c.own_bytes for c in kept) + rows + sum(sizes[group] for group, _ in windows) - self._freed_bytes
 
     def can_drop(self, prefix: PrefixId) -> bool:
-        """Whether this is a candidate, or a checkpoint of the tier, that is neither pinned nor dropped already."""
+        """Whether this is a candidate, or a checkpoint of the tier, that is neither pinned nor dropped already.
+
+        Nor may it be a block end of which `drop` has found that others lie behind it.
+        """
         held = prefix in self.candidates or (prefix not in self._dropped and prefix in self._view)
-        return held and prefix not in self._pinned
+        return held and prefix not in self._pinned and prefix not in self._inner
 
     def sole_support(self, prefix: PrefixId) -> SoleSupport:
         """What dropping a checkpoint, or taking back a candidate, would free now."""
@@ -630,6 +634,7 @@ class Trial:
         checkpoint = self._tree.checkpoints.get(prefix)
         node = checkpoint.node if checkpoint else self._tree.nodes[prefix]
         if checkpoint is None and self._support_of(node) != 1:
+            self._inner.add(prefix)
             return 0
         if checkpoint is not None:
             self._use_windows(checkpoint.node, checkpoint.tokens, -1)
@@ -644,7 +649,7 @@ class Trial:
         pool = self._home.droppable
         many = len(pool) > count + len(self._dropped)
         pool = rng.sample(pool, count) if many else pool + self._exposed
-        picked = [p for p in pool if p not in self._dropped and p not in self._pinned]
+        picked = [p for p in pool if p not in self._dropped and p not in self._pinned and p not in self._inner]
         return picked + [p for p in self.candidates if p not in self._pinned]
 
     def bared(self) -> PrefixId | None:

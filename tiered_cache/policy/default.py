@@ -7,13 +7,15 @@ the tokens it saves beyond the nearest checkpoint above it, over the bytes that 
 sample goes first, the new one among them.
 """
 
-# ruff: noqa: ARG002
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from tiered_cache.index import Chain, Match, TierView
-from tiered_cache.policy.base import Hints, Request
+from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
+from tiered_cache.policy.base import Hints, Proposal, Request
+from tiered_cache.policy.floor import LruFloor, Recency
 from tiered_cache.policy.ghost import GhostNode
 from tiered_cache.policy.mirror import MirrorPolicy
 from tiered_cache.policy.predictor import Arrival, Kind, Predictor
@@ -21,45 +23,124 @@ from tiered_cache.policy.predictor import Arrival, Kind, Predictor
 GHOSTS_MAX = 4096
 SAMPLE = 64
 ARRIVALS_MAX = 1024
+"""How many requests between start and end are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request between its start and its end."""
+
+    arrival: Arrival
+    hints: Hints
 
 
 class DefaultPolicy(MirrorPolicy):
-    """Scores what it holds by what it has learned."""
+    """Scores what it holds by what it has learned, and follows LRU while that is better."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(GHOSTS_MAX, seed)
         self.predictor = Predictor(self.tree)
-        self._arrivals: OrderedDict[Request, Arrival] = OrderedDict()
+        self.floor = LruFloor(self.tree)
+        self._recency = Recency(self.held)
+        self._running: OrderedDict[Request, _Running] = OrderedDict()
+        self._largest_own_bytes = 0
+        self._capacity_bytes = 0
+        self._priorities: dict[GhostNode, int] = {}
+        """Of the nodes with another priority than 0."""
+        self._expiries: dict[GhostNode, float] = {}
+        self.tree.on_forget.append(self._forget)
 
     def start(self, request: Request, match: Match, hints: Hints, now_s: float, resident: TierView) -> tuple[int, ...]:
         chain = request.chain
         resumed = self.found(chain, match, resident)
+        if resumed is not None:
+            self._recency.use(resumed)
+        self.floor.arrive(chain, match.tokens)
         arrival = self.predictor.arrive(chain, request.input_tokens, now_s, resumed)
-        self._arrivals[request] = arrival
-        if len(self._arrivals) > ARRIVALS_MAX:
-            self._arrivals.popitem(last=False)
+        self._running[request] = _Running(arrival, hints)
+        if len(self._running) > ARRIVALS_MAX:
+            self._running.popitem(last=False)
         branch_tokens = arrival.common * chain.block_tokens
         if not arrival.branch or branch_tokens <= match.tokens:
             return ()
-        self.predictor.took_branch(arrival, self.expect(chain, branch_tokens))
+        node = self.expect(chain, branch_tokens)
+        self.predictor.took_branch(arrival, node)
+        self._heed(node, hints, now_s)
         return (branch_tokens,)
 
     def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
-        arrival = self._arrivals.pop(request, None)
+        running = self._running.pop(request, None)
         if not len(chain):
             return ()
         node = self.expect(chain, len(chain))
-        if arrival is not None:
-            self.predictor.end(arrival, node, output_tokens, chain.block_tokens)
+        if running is not None:
+            returns_in_s = running.hints.returns_in_s
+            self.predictor.end(running.arrival, node, output_tokens, chain.block_tokens, returns_in_s)
+            self._heed(node, running.hints, now_s)
+        self.floor.end(node, self._largest_own_bytes, self.block_bytes, self._capacity_bytes)
+        if running is not None and running.hints.will_not_return:
+            return ()
         return (len(chain),)
 
+    def propose(
+        self,
+        new: Sequence[Candidate],
+        free_bytes: int,
+        pinned: Collection[PrefixId],
+        now_s: float,
+        resident: TierView,
+    ) -> Proposal:
+        self._capacity_bytes = free_bytes + resident.stored_bytes
+        self._largest_own_bytes = max([self._largest_own_bytes, *(c.own_bytes for c in new)])
+        return super().propose(new, free_bytes, pinned, now_s, resident)
+
+    def commit(
+        self,
+        added: Sequence[PrefixId],
+        dropped: Sequence[tuple[PrefixId, RemovalReason]],
+        now_s: float,
+        resident: TierView,
+    ) -> None:
+        super().commit(added, dropped, now_s, resident)
+        for node in [self.node_of(prefix) for prefix in added]:
+            if node is not None:
+                self._recency.use(node)
+
     def choose(self, now_s: float) -> GhostNode | None:
-        nodes = self.held.sample(SAMPLE, self.rng)
+        expired = next((n for n, at_s in self._expiries.items() if at_s < now_s and n in self.held), None)
+        if expired is not None:
+            return expired
+        nodes = self._of_least_priority() if self._priorities else None
+        if nodes is None and self.floor.follows_lru:
+            return self._recency.pop()
+        if nodes is None or len(nodes) > SAMPLE:
+            nodes = self.held.sample(SAMPLE, self.rng) if nodes is None else self.rng.sample(nodes, SAMPLE)
         if not nodes:
             return None
         worths = self.predictor.worths(nodes, now_s)
         scores = [worth * self._saved_per_byte(node) for worth, node in zip(worths, nodes, strict=True)]
         return nodes[min(range(len(nodes)), key=scores.__getitem__)]
+
+    def returned(self, node: GhostNode) -> None:
+        self._recency.put_back(node)
+
+    def _of_least_priority(self) -> list[GhostNode]:
+        least = min((self._priorities.get(node, 0) for node in self.held.own_bytes), default=0)
+        return [node for node in self.held.own_bytes if self._priorities.get(node, 0) == least]
+
+    def _heed(self, node: GhostNode, hints: Hints, now_s: float) -> None:
+        if hints.priority:
+            self._priorities[node] = hints.priority
+        else:
+            self._priorities.pop(node, None)
+        if hints.ttl_s is not None:
+            self._expiries[node] = now_s + hints.ttl_s
+        else:
+            self._expiries.pop(node, None)
+
+    def _forget(self, node: GhostNode) -> None:
+        self._priorities.pop(node, None)
+        self._expiries.pop(node, None)
 
     def _saved_per_byte(self, node: GhostNode) -> float:
         """Blocks saved beyond the next checkpoint above, over the bytes freed without this one.
@@ -82,4 +163,4 @@ class DefaultPolicy(MirrorPolicy):
         return saved / max(1, bytes_)
 
     def state_bytes(self) -> int:
-        return super().state_bytes() + self.predictor.state_bytes()
+        return super().state_bytes() + self.predictor.state_bytes() + self.floor.state_bytes()

@@ -44,6 +44,13 @@ class MirrorPolicy(CachePolicy):
     def choose(self, now_s: float) -> GhostNode | None:
         """The node in `held` whose checkpoints are to go next; what is offered is in it as well."""
 
+    def returned(self, node: GhostNode) -> None:
+        """A node that was chosen is in `held` again: it was only a proposal."""
+
+    def node_of(self, prefix: PrefixId) -> GhostNode | None:
+        """Where the tier's checkpoint of this name is."""
+        return self._places.get(prefix)
+
     def expect(self, chain: Chain, tokens: int) -> GhostNode:
         """A checkpoint at `tokens` may come; returns the node at the last block end at or before it."""
         prefix = chain.prefix_hash(tokens)
@@ -94,8 +101,9 @@ class MirrorPolicy(CachePolicy):
                 at_hand.extend([*self._prefixes.get(node, ()), *offered.get(node, ())])
 
         proposal = fit(resident, new, free_bytes, pinned, victim, self.rng)
-        for node, own_bytes in gone:  # what really goes and comes is told by `commit`
+        for node, own_bytes in reversed(gone):  # what really goes and comes is told by `commit`
             self.held.add(node, own_bytes)
+            self.returned(node)
         for node in tried:
             self.held.drop(node)
         return proposal

@@ -13,6 +13,8 @@ from tiered_cache.index import Chain
 from tiered_cache.policy.ghost import GhostNode, GhostTree
 from tiered_cache.policy.hazard import Floats, HazardModel, Ints, bucket_of, worth
 
+HINT_TRUST = 0.9
+"""The chance that a caller who says when it will be back is right."""
 SCAN_REQUESTS = 16
 """So often the model learns from what was not used."""
 FAN_MAX = 3
@@ -85,6 +87,8 @@ class Predictor:
         self._kinds: Ints = np.zeros(0, np.int64)
         self._features: Ints = np.zeros((0, len(_FEATURES)), np.int64)
         self._since_s: Floats = np.zeros(0)
+        self._expected_s: Floats = np.zeros(0)
+        """When a caller said that it would be back, else nan."""
         self._learned: Ints = np.zeros(0, np.int64)
         """Up to which bucket of its age the model has learned from a node."""
         self._alive: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -119,8 +123,15 @@ class Predictor:
             self._kinds[self._facts(arrival.edited).row] = Kind.ABANDONED
             self._describe(node, arrival, 0)
 
-    def end(self, arrival: Arrival, node: GhostNode, output_tokens: int, block_tokens: int) -> None:
-        """The request ended here."""
+    def end(
+        self,
+        arrival: Arrival,
+        node: GhostNode,
+        output_tokens: int,
+        block_tokens: int,
+        returns_in_s: float | None = None,
+    ) -> None:
+        """The request ended here; its caller may know when it will be back."""
         if node.parent is None:
             return
         facts = self._facts(node)
@@ -131,12 +142,16 @@ class Predictor:
             self._learned[facts.row] = 0
             new_tokens = arrival.input_tokens - arrival.common * block_tokens
             self._describe(node, arrival, output_tokens, new_tokens)
+            self._expected_s[facts.row] = np.nan if returns_in_s is None else self._now_s + returns_in_s
 
     def worths(self, nodes: Sequence[GhostNode], now_s: float) -> Floats:
         """What it is worth to keep each node for one more second, in uses a second. Shape [n]."""
         rows = np.array([self._facts(node).row for node in nodes], np.int64)
-        hazards = self.model.hazards(self._kinds[rows], self._features[rows])
-        return worth(hazards, bucket_of(np.maximum(now_s, self._now_s) - self._since_s[rows]))
+        ages_s = max(now_s, self._now_s) - self._since_s[rows]
+        learned = worth(self.model.hazards(self._kinds[rows], self._features[rows]), bucket_of(ages_s))
+        expected_s = self._expected_s[rows] - self._since_s[rows]  # a hint holds until twice the time has passed
+        hinted = HINT_TRUST / np.maximum(np.maximum(expected_s - ages_s, 0.1 * expected_s), 0.25)
+        return np.where(ages_s < 2 * expected_s + 1, hinted, learned)
 
     def kind(self, node: GhostNode) -> Kind:
         return Kind(int(self._kinds[self._facts(node).row]))
@@ -155,6 +170,7 @@ class Predictor:
         self._kinds[row] = kind
         self._features[row] = self.model.offsets
         self._since_s[row] = self._now_s
+        self._expected_s[row] = np.nan
         self._learned[row] = 0
         self._alive[row] = True
         node.data = facts = _Facts(row)
@@ -166,6 +182,7 @@ class Predictor:
         self._kinds = np.concatenate((self._kinds, np.zeros(more, np.int64)))
         self._features = np.concatenate((self._features, np.zeros((more, len(_FEATURES)), np.int64)))
         self._since_s = np.concatenate((self._since_s, np.zeros(more)))
+        self._expected_s = np.concatenate((self._expected_s, np.full(more, np.nan)))
         self._learned = np.concatenate((self._learned, np.zeros(more, np.int64)))
         self._alive = np.concatenate((self._alive, np.zeros(more, np.bool_)))
         self._free = list(range(size, size + more))
@@ -212,6 +229,7 @@ class Predictor:
         self._features[row, _GAP] = self.model.offsets[_GAP] + _gap_bin(gap_s)
         self._features[row, _RHYTHM] = self.model.offsets[_RHYTHM] + _gap_bin(2.0**facts.log_rhythm)
         self._since_s[row] = self._now_s
+        self._expected_s[row] = np.nan
         self._learned[row] = 0
         self._tree.use(node)
 

@@ -9,6 +9,9 @@ from tiered_cache.index import Candidate, PrefixId, TierView
 from tiered_cache.policy.base import Proposal
 from tiered_cache.prefix_tree import Trial
 
+UNKNOWN_SAMPLE = 64
+"""Among so many is a victim looked for that the policy does not know."""
+
 
 def fit(
     resident: TierView,
@@ -31,7 +34,7 @@ def fit(
         if chosen is None:
             chosen = victim(trial)
         if chosen is None and rng is not None:
-            chosen = next((p for p in trial.sample(1, rng) if p not in trial.candidates), None)
+            chosen = next((p for p in trial.sample(UNKNOWN_SAMPLE, rng) if p not in trial.candidates), None)
         if chosen is None:
             break
         trial.drop(chosen)

@@ -54,28 +54,34 @@ class S3FifoPolicy(CachePolicy):
         self._offered = {candidate.prefix: candidate.marginal_bytes for candidate in new}
         room = free_bytes + resident.stored_bytes
 
+        leaving: list[tuple[OrderedDict[PrefixId, int], PrefixId, int]] = []
+        turns = 2 * len(self._uses) * (USES_MAX + 1)
+
         def victim(trial: Trial) -> PrefixId | None:
-            for _ in range(2 * len(self._uses) * (USES_MAX + 1)):
+            nonlocal turns
+            while turns:
+                turns -= 1
                 small = self._small_bytes > SMALL_SHARE * room or not self._main
                 queue = self._small if small and self._small else self._main
                 if not queue:
                     return None
                 prefix, size = queue.popitem(last=False)
+                uses = self._uses[prefix]
                 if queue is self._small:
                     self._small_bytes -= size
-                uses = self._uses[prefix]
-                if not trial.can_drop(prefix) or uses > (queue is self._small):
-                    self._uses[prefix] = max(0, uses - 1) if queue is self._main else 0
-                    self._main[prefix] = size
-                    continue
-                queue[prefix] = size  # until it has gone
-                queue.move_to_end(prefix, last=False)
-                if queue is self._small:
-                    self._small_bytes += size
-                return prefix
+                if trial.can_drop(prefix) and uses <= (queue is self._small):
+                    leaving.append((queue, prefix, size))
+                    return prefix
+                self._uses[prefix] = max(0, uses - 1) if queue is self._main else 0
+                self._main[prefix] = size
             return None
 
-        return fit(resident, new, free_bytes, pinned, victim, self._rng)
+        proposal = fit(resident, new, free_bytes, pinned, victim, self._rng)
+        for queue, prefix, size in reversed(leaving):  # `commit` tells which of them really go
+            queue[prefix] = size
+            queue.move_to_end(prefix, last=False)
+            self._small_bytes += size if queue is self._small else 0
+        return proposal
 
     def commit(
         self,
