@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from tiered_cache.codecs import Mode
 from tiered_cache.errors import IdentityError, MissReason
 from tiered_cache.geometry import Geometry, Part, PartKind
 from tiered_cache.identity import CHECKPOINT, FrameKey, Identity, PrefixChain, Tokens, namespace_of
-from tiered_cache.index import FrameName
+from tiered_cache.index import FrameName, RemovalReason
 from tiered_cache.level import key_of
 from tiered_cache.policy.base import Hints
 from tiered_cache.policy.lru import LruPolicy
@@ -214,7 +214,7 @@ def restore(
         for key, body in zip(keys[done:], bodies, strict=False):
             assert not isinstance(body, MissReason), f"{key.path()} is {body}"
             computation = own.lineage_of(key.group, key.tokens) if own else None
-            decoded.append(decode(geometry, key, body, tokens, computation, identity))
+            decoded.append(decode(geometry, key, body, tokens, computation, identity, lineages[len(decoded)]))
     return decoded
 
 
@@ -225,10 +225,16 @@ def decode(
     tokens: Tokens,
     computation: int | None = None,
     identity: Identity = IDENTITY,
+    lineage: int = 0,
 ) -> Decoded:
-    """One frame, compared with what this computation of these tokens makes, by default the one that it says itself."""
+    """One frame, compared with what this computation of these tokens makes, by default the one that it says itself.
+
+    Raises `IdentityError`, as a reader must, for the frame of another lineage than the plan has said; 0: any.
+    """
     assert key == chain_of(geometry, tokens, identity).key(key.group, key.tokens, key.rank, key.private)
     found = frame.decode(body, key=key, identity_digest=identity.digest(), geometry=geometry)
+    if lineage not in {0, found.lineage}:
+        raise IdentityError(f"a frame of lineage {found.lineage}, not {lineage}", key.path())
     made_by = found.lineage if computation is None else computation
     wanted = state_of(geometry, key.namespace, tokens[: key.tokens], key.group, key.rank, made_by)
     for name, array in wanted.items():
@@ -272,8 +278,13 @@ def held(cache: TieredCache, tier: str) -> dict[FrameName, int]:
     return dict(cache._index.names(tier))
 
 
-def check_books(cache: TieredCache) -> None:
-    """Between calls: index, policy, counters and tier agree, and nothing is claimed, reserved or left behind."""
+def check_books(
+    cache: TieredCache, *, open_grants: Sequence[Grant] = (), over: Collection[str] = (), stolen: Collection[str] = ()
+) -> None:
+    """Between calls: index, policy, counters and tier agree; nothing is reserved but for open grants, or left behind.
+
+    `over`: the tiers whose limit was lowered, and may be exceeded. `stolen`: paths of frames that went behind the cache's back.
+    """
     counters = cache.counters()
     assert counters.get("lookups", 0) == counters.get("hits", 0) + total(counters, "misses.")
     assert counters.get("hits", 0) == total(counters, "hits.")
@@ -287,13 +298,15 @@ def check_books(cache: TieredCache) -> None:
         assert came * 2 - total(counters, f"bytes.{name}.") == sum(listed.values())
         assert isinstance(level.policy, LruPolicy)
         assert set(level.policy._used) == set(level.view)
-        assert usage.bytes_reserved == 0
-        assert usage.bytes_used + usage.bytes_quarantined <= usage.bytes_max
+        targets = [target for grant in open_grants for target in grant.targets if target.level is level]
+        assert usage.bytes_reserved == sum(target.room.bytes for target in targets)
+        assert name in over or usage.bytes_free >= 0
         assert not level._busy
         frames = {entry.path: entry.bytes for entry in level.tier.list() if is_known(cache, entry.path)}
         doomed = {key_of(name).path() for name in level._doomed}
         listed_paths = {key_of(name).path(): size for name, size in listed.items()}
-        assert frames.keys() - doomed == listed_paths.keys() - doomed
+        assert frames.keys() - doomed <= listed_paths.keys()
+        assert listed_paths.keys() - frames.keys() <= set(stolen)
         assert all(level.tier.footprint(frames[path]) == listed_paths[path] for path in frames.keys() - doomed)
 
 
@@ -351,6 +364,7 @@ def forget_everything(cache: TieredCache) -> None:
         others = [entry.bytes for entry in level.tier.list() if not is_known(cache, entry.path)]
         others += [entry.bytes for entry in level.tier.quarantined()]
         cache.trim(level.name, sum(map(level.tier.footprint, others)))
+        level.drop((prefix, RemovalReason.DISCARDED) for prefix in reversed(list(level.view)))
         level.tidy()
     tree = cache._index._tree
     assert {node.depth for node in tree.nodes.values()} <= {0}

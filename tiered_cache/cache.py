@@ -846,7 +846,7 @@ def _usable(offer: Offer, place: Located) -> list[str]:
 
 
 def _first_copy(place: Located, lineage: int, tried: Collection[str]) -> str | None:
-    """The fastest tier that was not tried and has a copy that may come from this computation; 0: from any."""
-    pairs = zip(place.copies, place.lineages, strict=True)
-    may_be = (tier for (tier, _), found in pairs if tier not in tried and (not lineage or found in {0, lineage}))
-    return next(may_be, None)
+    """The fastest tier, not tried, with a copy from this computation, or else with one of unknown origin; 0: any."""
+    left = [(t, found) for (t, _), found in zip(place.copies, place.lineages, strict=True) if t not in tried]
+    sure = [tier for tier, found in left if lineage in {0, found}]
+    return next(iter(sure or [tier for tier, found in left if not found]), None)
