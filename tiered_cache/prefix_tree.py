@@ -472,11 +472,9 @@ class PrefixTree:
 
     def _insert_checkpoint(self, name: Name, layout: Layout, home: Holdings, stored_bytes: int, lineage: int) -> None:
         depth, tail = divmod(name.tokens, layout.block_tokens)
-        if name.group != CHECKPOINT:
-            node = self._placeholder(layout, name.parent, depth - 1)  # a private block needs what is shared above it
-        elif tail:
+        if name.group == CHECKPOINT and tail:
             node = self._placeholder(layout, name.parent, depth)
-        else:
+        else:  # of a private block, too, so that its path is known
             node = self.node(layout, name.prefix, depth, name.parent)
         key = key_of(name)
         checkpoint = self.checkpoints.get(key)
