@@ -1,8 +1,8 @@
-"""`RayCluster`: start, connect to and shut down a set of workers, one tiering actor a node, and a router.
+"""`RayCluster`: start, connect to and shut down a set of workers, a tiering actor on each of their nodes, and a router.
 
 An instance of Ray that is already initialised is used, and never shut down; one that was started or connected to here
 is left when the cluster is closed. All actors are named, take `num_cpus=0`, are placed with a node affinity, and come
-back after a crash as a new generation; a call to one is never repeated by Ray.
+back after a crash as a new generation, the router on another node if need be; a call is never repeated by Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import resource
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -65,7 +65,7 @@ class RayCluster:
         router: RouterSettings | None = None,
         detached: bool = False,
     ) -> RayCluster:
-        """Start the actors, the workers spread over the nodes in turn.
+        """Start the actors, the workers spread over the nodes that have what they need, in turn.
 
         `address`: None for an embedded local instance, `auto`, or a Ray address. `worker` is the class of the workers,
         made as `worker(name, node, tiering, settings.worker)`. A detached set outlives this process; `connect` finds
@@ -75,12 +75,12 @@ class RayCluster:
         with _connected(address) as owns_ray:
             if in_local_mode():  # where a constructor that raises would end this process
                 LocalCluster(settings).close()
-            nodes = _nodes()
-            names = tuple(f"worker-{number}" for number in range(settings.workers))
+            places = _places(settings)
+            nodes = tuple(sorted(set(places.values())))
             handles: list[Any] = []
             try:
-                _start(handles, settings, names, nodes, worker, router or RouterSettings(), detached=detached)
-                cluster = cls(ClusterName(settings.name, RAY_NAMESPACE), names, nodes, owns_ray=owns_ray)
+                _start(handles, settings, places, worker, router or RouterSettings(), detached=detached)
+                cluster = cls(ClusterName(settings.name, RAY_NAMESPACE), tuple(places), nodes, owns_ray=owns_ray)
             except BaseException:
                 _kill(handles)
                 raise
@@ -180,17 +180,17 @@ def _connected(address: str | None) -> Iterator[bool]:
 def _start(
     handles: list[Any],
     settings: ClusterSettings,
-    names: tuple[str, ...],
-    nodes: tuple[str, ...],
+    places: Mapping[str, str],
     worker: type[OwnerMethods],
     router: RouterSettings,
     *,
     detached: bool,
 ) -> None:
     """Start all actors and wait until they are up; `handles` holds those that there are, also if this raises."""
+    nodes = tuple(sorted(set(places.values())))
     cluster = ClusterName(settings.name, RAY_NAMESPACE)
 
-    def start(actor: Any, name: str, node: str, *args: object, **options: object) -> None:
+    def start(actor: Any, name: str, node: str, *args: object, movable: bool = False, **options: object) -> None:
         placed = actor.options(
             name=cluster.actor(name),
             namespace=RAY_NAMESPACE,
@@ -198,7 +198,7 @@ def _start(
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,  # a retry would meet another state
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=movable),
             **options,
         )
         handles.append(placed.remote(*args))
@@ -206,14 +206,15 @@ def _start(
     try:
         for node in nodes:
             start(ray.remote(TieringActor), f"tiering-{node}", node, node, cluster, settings.tiers, max_concurrency=8)
-        for number, name in enumerate(names):
-            node = nodes[number % len(nodes)]
+        for name, node in places.items():
             made = ray.remote(**OWNER_OPTIONS)(worker)
             start(made, name, node, name, node, cluster.tiering, settings.worker, num_gpus=settings.worker.num_gpus)
-        start(ray.remote(RouterActor), "router", nodes[0], cluster, names, nodes, router, max_concurrency=8)
+        here = ray.get_runtime_context().get_node_id()
+        args = (cluster, tuple(places), nodes, router)
+        start(ray.remote(RouterActor), "router", here, *args, movable=True, max_concurrency=8)
         ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=DESCRIBE_S)
     except GetTimeoutError as error:
-        wanted = f"{len(names)} workers with {settings.worker.num_gpus:g} GPUs each"
+        wanted = f"{len(places)} workers with {settings.worker.num_gpus:g} GPUs each"
         raise ConfigError(f"the actors are not up after {DESCRIBE_S:g} s; is there room for {wanted}?") from error
     except RayActorError as error:  # its constructor's error, as text that ends with `module.Class: message`
         raise ConfigError(str(error).splitlines()[-1].rpartition("Error: ")[2]) from error
@@ -221,9 +222,20 @@ def _start(
         raise ConfigError(f"a cluster {settings.name!r} is running already: {error}".splitlines()[0]) from error
 
 
-def _nodes() -> tuple[str, ...]:
+def _places(settings: ClusterSettings) -> dict[str, str]:
+    """A node for every worker. Raises `ConfigError` if there are not GPUs enough."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+    gpus = {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]}
+    wanted = settings.worker.num_gpus
+    places: dict[str, str] = {}
+    while len(places) < settings.workers:
+        free = [node for node in sorted(gpus) if gpus[node] >= wanted]
+        if not free:
+            raise ConfigError(f"{settings.workers} workers with {wanted:g} GPUs each, room for {len(places)}")
+        for node in free[: settings.workers - len(places)]:
+            places[f"worker-{len(places)}"] = node
+            gpus[node] -= wanted
+    return places
 
 
 def _kill(handles: list[Any]) -> None:

@@ -14,7 +14,7 @@ from serving import DEADLINE_S, MODELS, compute, never_moved, serve, some_tokens
 
 from actors.cluster import RayCluster
 from actors.ports import Port, RemoteOwner
-from tiered_cache.errors import CapacityError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, TierError
 from tiered_cache.service.messages import Prompt
 from tiered_cache.service.router import RouterSettings
 from tiered_cache.tiers.base import Durability
@@ -37,7 +37,7 @@ def machines() -> Iterator[Any]:
         ray.shutdown()
     with helpers_for_workers():
         machines = Cluster(initialize_head=True, head_node_args={**SMALL, "_system_config": QUICK_TO_SEE_A_DEATH})
-        machines.add_node(num_cpus=2, object_store_memory=SMALL["object_store_memory"])
+        machines.add_node(num_cpus=2, num_gpus=2, object_store_memory=SMALL["object_store_memory"])
         ray.init(machines.address, **QUIET)
     yield machines
     ray.shutdown()
@@ -83,6 +83,18 @@ def test_a_state_spilled_on_one_node_is_restored_on_the_other(cluster: RayCluste
     assert (elsewhere.placement.node, elsewhere.placement.restored_tokens) == (away, 100)
     assert elsewhere.mark == never_moved(MODEL, longer.tokens)
     assert elsewhere.placement.refusals[0][0] == "CapacityError"
+
+
+def test_workers_are_placed_where_their_gpus_are(machines: Any) -> None:
+    """So Ray believes; the workers do not use any."""
+    with start_cluster(MODEL, num_gpus=1) as cluster:
+        bids = [worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S) for worker in cluster.workers.values()]
+        (node,) = {bid.node for bid in bids}
+        assert list(cluster.tierings) == [node]
+        assert next(n for n in ray.nodes() if n["NodeID"] == node)["Resources"]["GPU"] == 2
+        assert serve(cluster, some_tokens(20)).spill.kept
+    with pytest.raises(ConfigError, match="3 workers with 1 GPUs each, room for 2"):
+        start_cluster(MODEL, workers=3, num_gpus=1)
 
 
 def test_a_suspended_sequence_is_resumed_on_another_node(cluster: RayCluster) -> None:
