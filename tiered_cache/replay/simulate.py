@@ -8,6 +8,7 @@ running requests, and a policy may refuse what is new: the same for every policy
 from __future__ import annotations
 
 import bisect
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from tiered_cache.errors import ConfigError
 from tiered_cache.identity import CHECKPOINT
 from tiered_cache.index import Candidate, Chain, FrameName, Layout, PrefixId, PrefixIndex, RemovalReason
 from tiered_cache.policy.base import CachePolicy, Hints, Request
+from tiered_cache.policy.ghost import GhostNode, GhostTree
 from tiered_cache.policy.names import build_policy
 from tiered_cache.replay.bounds import Access, PathTree, feasible_bound, upper_bound
 from tiered_cache.replay.traces import TraceRequest
@@ -26,6 +28,7 @@ CHECKPOINT_BYTES = 26_787_840
 """Both of the hybrid model of the Marconi paper: 4 attention and 24 Mamba layers, d = 4096, n = 128, fp16."""
 SAMPLES_MAX = 256
 DEAD_SAMPLES_MAX = 16
+TOOL_CALL_S = 60.0
 _ROOT = -1
 
 
@@ -426,3 +429,28 @@ def offline_bounds(
         )
         for capacity in capacities_bytes
     ]
+
+
+def hints_of(requests: Sequence[TraceRequest], trace_block_tokens: int) -> list[Hints]:
+    """What callers who knew their sessions could have said: "done", or "back in about", to the next power of two.
+
+    A request's session goes on with the next request that continues it to its end. The time until then is told where
+    it is short enough, a minute, to be a tool call and not a person.
+    """
+    tree = GhostTree(1 << 40)
+    ends: dict[GhostNode, int] = {}
+    nexts: list[float | None] = [None] * len(requests)
+    for number, request in enumerate(requests):
+        node, _, _ = tree.match(RunChain(request.runs, trace_block_tokens))
+        earlier = ends.pop(node, None)
+        if earlier is not None:
+            nexts[earlier] = request.arrival_s - requests[earlier].arrival_s
+        whole = RunChain((*request.runs, *request.output_runs), trace_block_tokens)
+        ends[tree.add(whole, whole.blocks)] = number
+    found = []
+    for gap_s in nexts:
+        back_s = None
+        if gap_s is not None and gap_s <= TOOL_CALL_S:
+            back_s = 2.0 ** math.ceil(math.log2(max(gap_s, 0.25)))
+        found.append(Hints(returns_in_s=back_s, will_not_return=gap_s is None))
+    return found
