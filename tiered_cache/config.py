@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 from tiered_cache.errors import ConfigError
 from tiered_cache.tiers.disk import SyncPolicy
 
 _SIZE = re.compile(r"\s*(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmMgGtT]?)(?P<binary>i?)[bB]?\s*")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 BYTES_MAX = 1 << 60
 
@@ -26,19 +28,21 @@ def parse_size(text: str, setting: str = "size") -> int:
     power = _POWERS[match["unit"].lower()]
     if match["binary"] and not power:
         raise ConfigError(f"{setting} {text!r}: 'i' needs a unit before it")
-    bytes_ = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
-    if not 0 <= bytes_ <= BYTES_MAX:
+    bytes_ = int(Decimal(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    if bytes_ > BYTES_MAX:
         raise ConfigError(f"{setting} {text!r} is larger than {BYTES_MAX} bytes")
     return bytes_
 
 
 def format_size(bytes_: float) -> str:
     """Bytes for people, in powers of 1024 and three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(bytes_) < 1024:
-            return f"{bytes_:.0f} {unit}" if unit == "B" else f"{bytes_:.3g} {unit}"
+    unit = 0
+    while abs(bytes_) >= 1024 and unit < len(_UNITS) - 1:
         bytes_ /= 1024
-    return f"{bytes_:.4g} TiB"
+        unit += 1
+    places = 0 if not unit or abs(bytes_) >= 100 else 1 if abs(bytes_) >= 10 else 2
+    number = f"{bytes_:.{places}f}"
+    return f"{number.rstrip('0').rstrip('.') if places else number} {_UNITS[unit]}"
 
 
 @dataclass(frozen=True, slots=True)
