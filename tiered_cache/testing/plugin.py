@@ -113,9 +113,9 @@ def kill_worker(tiered_cluster: Cluster) -> Callable[[str], None]:
 
 def _send_by_value(module: ModuleType) -> None:
     """Have Ray send what is defined in a test module whole: its processes could not import it."""
-    from ray import cloudpickle
+    import ray
 
-    cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def _settings(asked: dict[str, Any], disk_dir: Path) -> ClusterSettings:
