@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -309,6 +309,20 @@ class TransformersEngine(ComputingEngine):
         if held.logits is None:
             raise StateError(f"sequence {sequence}: no token was computed here, and the state holds no logits")
         return held.logits
+
+    def generate(self, sequence: int, count: int, stop_tokens: Collection[int] = ()) -> Tokens:
+        """Decode up to `count` tokens greedily, one step each, to the first of `stop_tokens`; returns them, and it.
+
+        Raises as `extend` and as `logits`, before any is computed.
+        """
+        held = self._held(sequence)
+        if held.tokens + count > held.room:
+            raise CapacityError(f"{count} tokens after {held.tokens}, and there is room for {held.room}")
+        generated: list[int] = []
+        while len(generated) < count and not (generated and generated[-1] in stop_tokens):
+            generated.append(self.next_token(sequence))
+            self.extend(sequence, np.array(generated[-1:], dtype=np.uint32))
+        return np.array(generated, dtype=np.uint32)
 
     def output(self, sequence: int) -> int:
         """xxh3_64 over all parts, seeded by the weights: what the model emits next is a function of exactly these."""
