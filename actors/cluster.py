@@ -64,13 +64,14 @@ class RayCluster:
         worker: type[OwnerMethods] = SequenceActor,
         router: RouterSettings | None = None,
         detached: bool = False,
+        start_s: float = DESCRIBE_S,
     ) -> RayCluster:
         """Start the actors, the workers spread over the nodes that have what they need, in turn.
 
         `address`: None for an embedded local instance, `auto`, or a Ray address. `worker` is the class of the workers,
         made as `worker(name, node, tiering, settings.worker)`. A detached set outlives this process; `connect` finds
-        it. Raises `ConfigError` if there is no Ray at the address, the cluster's name is taken, or an actor cannot
-        start; then nothing of it is left running.
+        it. Within `start_s` the workers must have loaded their models. Raises `ConfigError` if there is no Ray at the
+        address, the cluster's name is taken, or an actor cannot start; then nothing of it is left running.
         """
         with _connected(address) as owns_ray:
             if in_local_mode():  # where a constructor that raises would end this process
@@ -79,7 +80,9 @@ class RayCluster:
             nodes = tuple(sorted(set(places.values())))
             handles: list[Any] = []
             try:
-                _start(handles, settings, places, worker, router or RouterSettings(), detached=detached)
+                _start(
+                    handles, settings, places, worker, router or RouterSettings(), detached=detached, start_s=start_s
+                )
                 cluster = cls(ClusterName(settings.name, RAY_NAMESPACE), tuple(places), nodes, owns_ray=owns_ray)
             except BaseException:
                 _kill(handles)
@@ -185,6 +188,7 @@ def _start(
     router: RouterSettings,
     *,
     detached: bool,
+    start_s: float,
 ) -> None:
     """Start all actors and wait until they are up; `handles` holds those that there are, also if this raises."""
     nodes = tuple(sorted(set(places.values())))
@@ -212,10 +216,10 @@ def _start(
         here = ray.get_runtime_context().get_node_id()
         args = (cluster, tuple(places), nodes, router)
         start(ray.remote(RouterActor), "router", here, *args, movable=True, max_concurrency=8)
-        ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=DESCRIBE_S)
+        ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=start_s)
     except GetTimeoutError as error:
         wanted = f"{len(places)} workers with {settings.worker.num_gpus:g} GPUs each"
-        raise ConfigError(f"the actors are not up after {DESCRIBE_S:g} s; is there room for {wanted}?") from error
+        raise ConfigError(f"the actors are not up after {start_s:g} s; is there room for {wanted}?") from error
     except RayActorError as error:  # its constructor's error, as text that ends with `module.Class: message`
         raise ConfigError(str(error).splitlines()[-1].rpartition("Error: ")[2]) from error
     except ValueError as error:

@@ -116,7 +116,8 @@ def run(directory: Path) -> dict[str, Any]:
         tiers=TierSettings(host_bytes=0, disk_dir=directory / "disk", disk_bytes=1 << 30),
         name="smollm2",
     )
-    with RayCluster.start(settings, worker=Chat, router=RouterSettings(ask_s=30.0)) as cluster:
+    router = RouterSettings(ask_s=30.0)  # a small machine computes on all of its cores meanwhile
+    with RayCluster.start(settings, worker=Chat, router=router, start_s=DEADLINE_S) as cluster:
 
         def answer(owner: str, place: Any, tokens: list[int]) -> Any:
             prompt = np.array(tokens, dtype=np.uint32)

@@ -45,7 +45,7 @@ def test_the_standard_actor_hosts_a_real_model(tmp_path: Path) -> None:
         tiers=TierSettings(host_bytes=0, disk_dir=tmp_path / "disk", disk_bytes=1 << 28),
         name="real-models",
     )
-    with RayCluster.start(settings, router=RouterSettings(ask_s=30.0)) as cluster:
+    with RayCluster.start(settings, router=RouterSettings(ask_s=30.0), start_s=200.0) as cluster:
         engine.identity.check(cluster.identity)
         engine.geometry.check(cluster.geometry)
         prompt = Prompt(whole[: STOPS[-1]])
