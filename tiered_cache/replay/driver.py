@@ -22,7 +22,8 @@ import logging
 import platform
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -37,6 +38,7 @@ from tiered_cache.errors import CapacityError, ConfigError, TieredCacheError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, PrefixChain, Tokens, namespace_of
 from tiered_cache.policy.base import Hints
+from tiered_cache.replay.latency import Latencies, LatencyHistogram
 from tiered_cache.replay.traces import TokenSource, Trace, TraceRequest
 from tiered_cache.service.build import build_engine
 from tiered_cache.service.local import Cluster, WorkerPort
@@ -56,6 +58,9 @@ from tiered_cache.tiers.disk import SyncPolicy
 FAILURES_IN_A_ROW_MAX: Final = 3
 """A replay ends with the error if so many requests, one after the other, could not be computed at all."""
 MISMATCHES_SHOWN_MAX: Final = 100
+SAMPLES_MAX: Final = 128
+PHASES: Final = ("place", "run", "spill")
+"""Of a request: find, restore and reserve; compute the rest; hand over what is worth keeping."""
 PACKAGES: Final = ("tiered-cache", "ray", "numpy", "msgpack", "zstandard", "xxhash")
 
 _log = logging.getLogger(__name__)
@@ -108,6 +113,22 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """How things stand after some request: sums since the replay began, and what the tiers hold."""
+
+    requests: int
+    elapsed_s: float
+    input_tokens: int
+    hit_tokens: int
+    read_bytes: int
+    """Stored bytes that workers read, of all tiers."""
+    written_bytes: dict[str, int]
+    """By tier."""
+    stored_bytes: dict[str, int]
+    """By tier; what was there before the replay included."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayResult:
     """What happened. `lookups == restores + misses`, and every miss has one reason."""
 
@@ -146,6 +167,10 @@ class ReplayResult:
     elapsed_s: float
     requests_per_s: float
     input_tokens_per_s: float
+    latencies_s: dict[str, Latencies]
+    """By phase, of the requests that got through it."""
+    samples: tuple[Sample, ...]
+    """At most `SAMPLES_MAX`, evenly over the requests."""
     peak_rss_bytes: int
     decisions_digest: str
     """Equal for two replays exactly when every request was placed, restored and spilled alike."""
@@ -281,12 +306,15 @@ class _Replay:
         self._declined: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._mismatched: list[Mismatch] = []
+        self._latencies = {phase: LatencyHistogram() for phase in PHASES}
+        self._samples: list[Sample] = []
         self._decisions = xxhash.xxh3_128()
 
     def run(self, trace: Trace, on_progress: Callable[[Progress], None] | None) -> ReplayResult:
         before = Counter(self._cluster.counters())
         start_s = time.perf_counter()
         failures_in_a_row = 0
+        sample_every = -(-self._survey.requests // SAMPLES_MAX)
         for request in islice(trace, self._settings.requests):
             try:
                 self._serve(request)
@@ -300,6 +328,8 @@ class _Replay:
                     raise
             self._sums["requests"] += 1
             self._sums["input_tokens"] += request.input_tokens
+            if not self._sums["requests"] % sample_every or self._sums["requests"] == self._survey.requests:
+                self._samples.append(self._sample(time.perf_counter() - start_s, before))
             if on_progress is not None:
                 on_progress(self._progress(time.perf_counter() - start_s))
         elapsed_s = time.perf_counter() - start_s
@@ -321,13 +351,15 @@ class _Replay:
             end = len(tokens)
         elif self._source.block_tokens > 1:
             end -= end % self._source.block_tokens
-        placement = cluster.router.place(cluster.namespace, asked, len(tokens), deadline_s=deadline_s)
+        with self._timed("place"):
+            placement = cluster.router.place(cluster.namespace, asked, len(tokens), deadline_s=deadline_s)
         sound = self._note_placement(request, tokens, placement)
         worker = cluster.workers[placement.owner]
         place = placement.restored.source if placement.restored else placement.lease
         assert place is not None
         take_at = tuple(sorted({*placement.take_at, end} - {0}))
-        done = worker.run(place, Prompt(tokens, session=session), take_at, deadline_s=deadline_s)
+        with self._timed("run"):
+            done = worker.run(place, Prompt(tokens, session=session), take_at, deadline_s=deadline_s)
         try:
             if sound and self._learn(request, tokens, end, placement.owner, done.marks):
                 self._spill(request, tokens, end, placement, done)
@@ -397,9 +429,10 @@ class _Replay:
             return
         settings = self._settings
         try:
-            result = self._cluster.tierings[placement.node].spill(
-                offer, settings.durability, Hints(), None, deadline_s=settings.deadline_s
-            )
+            with self._timed("spill"):
+                result = self._cluster.tierings[placement.node].spill(
+                    offer, settings.durability, Hints(), None, deadline_s=settings.deadline_s
+                )
         except TieredCacheError as error:
             self._note_refusal(request, "not spilled", error)
             return
@@ -429,6 +462,33 @@ class _Replay:
                 self._truth.recall(tokens[:length]).spilled_by = worker
 
     # Sums
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Note how long the block took, if it raised nothing."""
+        start_s = time.perf_counter()
+        yield
+        self._latencies[phase].add(time.perf_counter() - start_s)
+
+    def _sample(self, elapsed_s: float, before: Mapping[str, int]) -> Sample:
+        sums, counters = self._sums, self._cluster.counters()
+        stored: Counter[str] = Counter()
+        written: Counter[str] = Counter()
+        for what, bytes_ in counters.items():
+            if what.startswith("cache.bytes."):
+                tier, how = what.removeprefix("cache.bytes.").rsplit(".", 1)
+                stored[tier] += bytes_ if how in {"put", "found"} else -bytes_
+                if how == "put":
+                    written[tier] += bytes_ - before.get(what, 0)
+        return Sample(
+            requests=sums["requests"],
+            elapsed_s=elapsed_s,
+            input_tokens=sums["input_tokens"],
+            hit_tokens=sums["hit_tokens"],
+            read_bytes=sums["bytes_restored"],
+            written_bytes=dict(written),
+            stored_bytes=dict(stored),
+        )
 
     def _decide(self, *what: object) -> None:
         self._decisions.update(repr(what).encode())
@@ -486,11 +546,13 @@ class _Replay:
             elapsed_s=elapsed_s,
             requests_per_s=sums["requests"] / elapsed_s,
             input_tokens_per_s=sums["input_tokens"] / elapsed_s,
+            latencies_s={phase: histogram.summary() for phase, histogram in self._latencies.items()},
+            samples=tuple(self._samples),
             peak_rss_bytes=self._cluster.peak_rss_bytes(),
             decisions_digest=self._decisions.hexdigest(),
             counters={what: count for what, count in sorted(counters.items()) if count},
             settings={"trace": str(trace.path), "trace_block_tokens": trace.block_tokens, **_plain(self._settings)},
-            versions=_versions(),
+            versions=package_versions(),
         )
 
 
@@ -546,7 +608,8 @@ def _plain(settings: ReplaySettings) -> dict[str, object]:
     return asdict(settings, dict_factory=plain)
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Python's and those of the packages that a result may depend on."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
