@@ -6,6 +6,7 @@ What an operator can get wrong is one line on standard error that names file, li
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Final
@@ -34,10 +38,25 @@ from tiered_cache.check import CheckedFile, check_directory, check_url, count_fi
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings, format_size, parse_size
 from tiered_cache.errors import ConfigError, TieredCacheError
 from tiered_cache.frame import FrameHeader
+from tiered_cache.policy.names import build_policy
 from tiered_cache.replay.driver import Progress as ReplayProgress
-from tiered_cache.replay.driver import ReplayResult, ReplaySettings
+from tiered_cache.replay.driver import ReplayResult, ReplaySettings, package_versions
 from tiered_cache.replay.driver import replay as run_replay
+from tiered_cache.replay.simulate import (
+    CHECKPOINT_BYTES,
+    KV_BYTES_PER_TOKEN,
+    Bounds,
+    Model,
+    SimulationResult,
+    TierModel,
+    offline_bounds,
+)
+from tiered_cache.replay.simulate import simulate as run_simulation
 from tiered_cache.replay.traces import REQUESTS_MAX, SAMPLE_PATH, Trace
+from tiered_cache.report import words
+from tiered_cache.report.document import Report
+from tiered_cache.report.replay import of_replay
+from tiered_cache.report.simulation import of_simulation
 from tiered_cache.service.local import Cluster, LocalCluster
 from tiered_cache.tiers.disk import SyncPolicy
 
@@ -45,6 +64,8 @@ FOUND_BAD: Final = 1
 BAD_INPUT: Final = 2
 PLAIN_PROGRESS_S: Final = 5.0
 """How often progress is told where there is no terminal."""
+SIMULATION_TOLD_EVERY: Final = 256
+"""How many requests lie between two looks at how far a simulation is."""
 BAD_SHOWN_MAX: Final = 20
 REACHABLE_S: Final = 5.0
 """How long the address of a running Ray may take to answer."""
@@ -67,6 +88,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Stopped as error:
         return _tell("interrupted", 128 + error.signal)
     return status if isinstance(status, int) else 0
+
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result there; `-` for standard output.")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE.html", help="Write a page to look at there.")
+]
+PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Write the page's charts there.")]
 
 
 # Commands
@@ -123,9 +153,9 @@ def replay(
     ),
     policy: Annotated[str, typer.Option(help="Who decides what is kept.")] = "lru",
     seed: Annotated[int, typer.Option(min=0, help="Of tokens, weights and policy.")] = 0,
-    json_path: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the result there; `-` for standard output.")
-    ] = None,
+    json_path: JsonOption = None,
+    report: ReportOption = None,
+    plot: PlotOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Neither progress nor table.")] = False,
 ) -> int:
     """Run a request trace through real workers and tiers, and check every restore.
@@ -138,15 +168,107 @@ def replay(
         engine=geometry, block_tokens=block_tokens, capacity_bytes=_size("--worker-bytes", worker_bytes), seed=seed
     )
     host = _size("--host-bytes", host_bytes)
-    with _json_target(json_path) as write_json, _disk_directory(disk, disk_dir, keep) as directory:
+    with (
+        _json_target(json_path) as write_json,
+        _report_targets(report, plot) as write_report,
+        _disk_directory(disk, disk_dir, keep) as directory,
+    ):
         tiers = TierSettings(host, directory, disk, disk_sync, policy=policy, seed=seed)
         settings = ReplaySettings(ClusterSettings(workers, worker, tiers), requests, seed)
         with _cluster(settings.cluster, ray) as cluster, _meter(quiet=quiet) as meter:
             result = run_replay(source, cluster, settings, lambda progress: _show_replay(meter, progress))
         write_json(result.to_json())
+        write_report(lambda: of_replay(result))
         if not quiet:
             _console(json_path).print(_replay_table(result))
     return FOUND_BAD if result.mismatches or result.failures_by_reason else 0
+
+
+@app.command()
+def simulate(
+    *,
+    trace: Annotated[
+        Path | None,
+        typer.Argument(help="Request trace, JSON lines, plain or gzip; the bundled sample if left out."),
+    ] = None,
+    policy: Annotated[str, typer.Option(metavar="P[,P...]", help="Who decides what is kept.")] = "default,lru",
+    capacity: Annotated[str, typer.Option(metavar="SIZE[,SIZE...]", help="Budget of the host memory tier.")],
+    disk_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Budget of a disk tier below it; 0 for none.")] = "0",
+    requests: Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Stop after so many requests.")] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one block of state; as in the trace if left out.")
+    ] = None,
+    trace_block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one block of the trace, if neither name nor format tell.")
+    ] = None,
+    kv_bytes_per_token: Annotated[int, typer.Option(min=1, help="Of all layers.")] = KV_BYTES_PER_TOKEN,
+    checkpoint_bytes: Annotated[
+        int, typer.Option(min=0, help="Of one checkpoint of recurrent state; 0 if there is none.")
+    ] = CHECKPOINT_BYTES,
+    host_rate: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes a second that are restored from host memory; 0: no time.")
+    ] = "0",
+    disk_rate: Annotated[str, typer.Option(metavar="SIZE", help="Likewise from disk.")] = "0",
+    prefill_rate: Annotated[
+        float, typer.Option(min=0, help="Tokens a second that a worker computes: then the time saved is estimated.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the policies.")] = 0,
+    json_path: JsonOption = None,
+    report: ReportOption = None,
+    plot: PlotOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Neither progress nor table.")] = False,
+) -> int:
+    """Drive the cache's policies with a trace, without moving a byte; compare them with what could be hit at most."""
+    source = Trace(trace or SAMPLE_PATH, trace_block_tokens)
+    policies = list(dict.fromkeys(policy.split(",")))
+    for name in policies:
+        build_policy(name)
+    capacities = sorted({_positive_size("--capacity", size) for size in capacity.split(",")})
+    disk = _size("--disk-bytes", disk_bytes)
+    rates = _size("--host-rate", host_rate) or None, _size("--disk-rate", disk_rate) or None
+    model = Model(kv_bytes_per_token, checkpoint_bytes, prefill_rate or None)
+    block_tokens = block_tokens or source.block_tokens
+    results: list[SimulationResult] = []
+    with _json_target(json_path) as write_json, _report_targets(report, plot) as write_report:
+        whole = list(islice(source, requests))
+        runs = list(itertools.product(capacities, policies))
+        with _meter(quiet=quiet) as meter:
+            bounds = offline_bounds(
+                whole, source.block_tokens, [size + disk for size in capacities], block_tokens=block_tokens, model=model
+            )
+            for size, name in runs:
+                tiers = [TierModel("host", size, rates[0]), TierModel("disk", disk, rates[1])][: 2 if disk else 1]
+                what = f"{name}, {words.text(words.byte_unit(capacities), size)}"
+                told = partial(_show_simulation, meter, what, len(results), len(runs), len(whole))
+                results.append(
+                    run_simulation(
+                        *(whole, source.block_tokens, name, tiers),
+                        block_tokens=block_tokens,
+                        model=model,
+                        seed=seed,
+                        progress=told,
+                    )
+                )
+        settings: dict[str, object] = {
+            "trace": str(source.path),
+            "trace_block_tokens": source.block_tokens,
+            "block_tokens": block_tokens,
+            **asdict(model),
+            "host_rate": rates[0],
+            "disk_rate": rates[1],
+            "seed": seed,
+        }
+        document = {
+            "results": [result.to_document() for result in results],
+            "bounds": [asdict(bound) for bound in bounds],
+            "settings": settings,
+            "versions": package_versions(),
+        }
+        write_json(json.dumps(document))
+        write_report(lambda: of_simulation(source.path.name, results, bounds, settings))
+        if not quiet:
+            _console(json_path).print(_simulation_table(results, bounds))
+    return 0
 
 
 @app.command()
@@ -159,9 +281,7 @@ def verify(
             help="A disk tier's directory, such as `replay --keep` leaves, or an object store, such as s3://BUCKET/PREFIX.",
         ),
     ],
-    json_path: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the result there; `-` for standard output.")
-    ] = None,
+    json_path: JsonOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, and only the JSON.")] = False,
 ) -> int:
     """Read every frame of a disk tier or an object store in full and list the bad ones.
@@ -223,32 +343,67 @@ def inspect(path: Annotated[Path, typer.Argument(metavar="FRAME", help="A frame'
 
 @contextmanager
 def _json_target(path: str | None) -> Iterator[Callable[[str], None]]:
-    """A function that writes the result: a file appears whole or not at all. Raises at once if it cannot."""
+    """A function that writes the result to a file or to standard output. Raises at once if it cannot."""
     if path is None:
         yield lambda _: None
     elif path == "-":
         yield typer.echo
     else:
-        with _naming(f"--json {path}"):
-            target = Path(path).resolve()
-            if target.exists() and not target.is_file():  # a device or a pipe must not be replaced
-                file, temporary = target.open("w"), None
-            else:
-                temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-                file = temporary.open("x")
+        with _file_target("--json", Path(path)) as write:
+            yield lambda text: write(f"{text}\n".encode())
 
-        def write(text: str) -> None:
-            with file:
-                print(text, file=file)
-            if temporary is not None:
-                temporary.replace(target)
 
-        try:
-            yield write
-        finally:
-            file.close()
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
+@contextmanager
+def _report_targets(page_path: Path | None, plot_path: Path | None) -> Iterator[Callable[[Callable[[], Report]], None]]:
+    """A function that writes a report, if one is asked for. Raises at once if it cannot."""
+    if page_path is None and plot_path is None:
+        yield lambda _: None
+        return
+    try:
+        from tiered_cache.report.drawing import page, picture
+    except ImportError as error:
+        raise ConfigError(
+            f"--report and --plot need matplotlib ({error}): pip install 'tiered-cache[report]'"
+        ) from error
+    plot_format = picture.picture_format(plot_path) if plot_path is not None else ""
+    with _file_target("--report", page_path) as write_page, _file_target("--plot", plot_path) as write_plot:
+
+        def write(make: Callable[[], Report]) -> None:
+            report = make()
+            if page_path is not None:
+                write_page(page.html(report).encode())
+            if plot_path is not None:
+                write_plot(picture.picture(report, plot_format))
+
+        yield write
+
+
+@contextmanager
+def _file_target(option: str, path: Path | None) -> Iterator[Callable[[bytes], None]]:
+    """A function that writes a file, which appears whole or not at all. Raises at once if it cannot."""
+    if path is None:
+        yield lambda _: None
+        return
+    with _naming(f"{option} {path}"):
+        target = path.resolve()
+        if target.exists() and not target.is_file():  # a device or a pipe must not be replaced
+            file, temporary = target.open("wb"), None
+        else:
+            temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+            file = temporary.open("xb")
+
+    def write(content: bytes) -> None:
+        with file:
+            file.write(content)
+        if temporary is not None:
+            temporary.replace(target)
+
+    try:
+        yield write
+    finally:
+        file.close()
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -287,6 +442,13 @@ def _naming(what: str) -> Iterator[None]:
 
 def _size(option: str, text: str) -> int:
     return parse_size(text, option)
+
+
+def _positive_size(option: str, text: str) -> int:
+    size = _size(option, text)
+    if not size:
+        raise ConfigError(f"{option} {text!r}: nothing fits in there")
+    return size
 
 
 @contextmanager
@@ -356,6 +518,24 @@ def _show_replay(meter: Meter, progress: ReplayProgress) -> None:
         f"{progress.restores:,} restores  {progress.mismatches} mismatches"
     )
     meter(progress.input_tokens, progress.input_tokens_total, text)
+
+
+def _show_simulation(meter: Meter, what: str, runs_done: int, runs: int, requests: int, done: int) -> None:
+    if done % SIMULATION_TOLD_EVERY == 0 or done == requests:
+        meter(runs_done * requests + done, runs * requests, f"{what}: {done:,}/{requests:,} requests")
+
+
+def _simulation_table(results: Sequence[SimulationResult], bounds: Sequence[Bounds]) -> Table:
+    unit = words.byte_unit(bound.capacity_bytes for bound in bounds)
+    table = Table("capacity", "policy", Column("hit rate", justify="right"), Column("took", justify="right"), box=None)
+    for bound in bounds:
+        of_size = [result for result in results if result.capacity_bytes == bound.capacity_bytes]
+        for result in sorted(of_size, key=lambda result: -result.hit_tokens):
+            size = words.text(unit, result.capacity_bytes)
+            table.add_row(size, result.policy, f"[bold]{result.hit_rate:.2%}[/]", _duration(result.elapsed_s))
+        for name, tokens in (("offline, feasible", bound.feasible_tokens), ("offline, upper", bound.upper_tokens)):
+            table.add_row("", f"[dim]{name}[/]", f"[dim]{tokens / of_size[0].input_tokens:.2%}[/]", "")
+    return table
 
 
 def _replay_table(result: ReplayResult) -> Table:

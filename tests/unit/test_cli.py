@@ -53,7 +53,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert re.findall(r"^. (\w+) ", capsys.readouterr().out, re.MULTILINE)[-3:] == ["replay", "verify", "inspect"]
+    commands = re.findall(r"^. (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert commands[-4:] == ["replay", "simulate", "verify", "inspect"]
 
 
 def test_replay_prints_a_table_and_writes_the_result(

@@ -41,18 +41,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "service": NODE | ENGINES,
     "check": NODE,
     "replay": NODE | ENGINES | {"service"},
+    "report": {"errors", "replay"},
     "testing": NODE | ENGINES | {"service", "replay"},
-    "cli": NODE | ENGINES | {"check", "service", "replay"},
+    "cli": NODE | ENGINES | {"check", "service", "replay", "report"},
 }
 # Modules that may import more than their unit: the one engine that drives a cache from inside its process.
 MODULE_MAY_IMPORT: dict[str, set[str]] = {"tiered_cache.engines.vllm": NODE}
 
 # What takes seconds or a GPU to import. It may stand at the top of these modules only, which are loaded on demand.
-HEAVY = {"ray", "torch", "cupy", "vllm", "transformers", "pytest", "hypothesis", "obstore"}
+HEAVY = {"ray", "torch", "cupy", "vllm", "transformers", "pytest", "hypothesis", "obstore", "matplotlib"}
 LOADED_ON_DEMAND = (
     "tiered_cache.devices.cupy",
     "tiered_cache.engines.transformers",
     "tiered_cache.engines.vllm",
+    "tiered_cache.report.drawing",
     "tiered_cache.testing",
     "tiered_cache.tiers.object_store",
 )

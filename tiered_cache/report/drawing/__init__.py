@@ -1,0 +1,1 @@
+"""Drawing reports, with matplotlib: `page.html` and `picture.picture`."""
