@@ -21,7 +21,7 @@ from tiered_cache.policy.mirror import MirrorPolicy
 from tiered_cache.policy.predictor import Arrival, Kind, Predictor
 
 GHOSTS_MAX = 4096
-SAMPLE = 64
+SAMPLE = 32
 ARRIVALS_MAX = 1024
 """How many requests between start and end are remembered."""
 
@@ -148,7 +148,7 @@ class DefaultPolicy(MirrorPolicy):
         An end's superseded ancestors go when it does: they count neither as checkpoints nor as reasons to keep rows.
         """
         held, bytes_ = self.held, self.held.own_bytes[node]
-        end = self.predictor.kind(node) is Kind.END
+        end = self.predictor.kind(node) == Kind.END
         alone = held.supports(node) == 1
         saved, at = 0, node
         while at.parent is not None:
@@ -156,9 +156,11 @@ class DefaultPolicy(MirrorPolicy):
             if alone:
                 bytes_ += len(at.keys) * self.block_bytes
             at = at.parent
-            superseded = at in held and end and self.predictor.kind(at) is Kind.SUPERSEDED
-            if at in held and not superseded:
-                break
+            superseded = 0
+            if at in held.own_bytes:
+                if not end or self.predictor.kind(at) != Kind.SUPERSEDED:
+                    break
+                superseded = 1
             alone = alone and held.supports(at) <= 1 + superseded
         return saved / max(1, bytes_)
 

@@ -153,8 +153,9 @@ class Predictor:
         hinted = HINT_TRUST / np.maximum(np.maximum(expected_s - ages_s, 0.1 * expected_s), 0.25)
         return np.where(ages_s < 2 * expected_s + 1, hinted, learned)
 
-    def kind(self, node: GhostNode) -> Kind:
-        return Kind(int(self._kinds[self._facts(node).row]))
+    def kind(self, node: GhostNode) -> int:
+        """A `Kind`, as a plain number: asked for many nodes at every eviction."""
+        return int(self._kinds[self._facts(node).row])
 
     def state_bytes(self) -> int:
         arrays = (self._kinds, self._features, self._since_s, self._learned, self._alive)
