@@ -38,7 +38,7 @@ from tiered_cache.errors import (
 )
 from tiered_cache.frame import EncodedFrame, Frame
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT, FrameKey, Identity, PrefixChain
+from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, FrameKey, Identity, PrefixChain
 from tiered_cache.index import (
     Candidate,
     Claim,
@@ -139,6 +139,10 @@ class Offer:
             problems.append("h(0) is not the namespace's root")
         if len(self.lineages) != self.blocks:
             problems.append(f"{len(self.lineages)} lineages of {self.blocks} blocks")
+        if any(len(digest) != DIGEST_BYTES for digest in (*self.hashes, *(digest for _, digest in self.checkpoints))):
+            problems.append(f"a hash is not {DIGEST_BYTES} bytes")
+        if self.private and not self.lineage:
+            problems.append("a suspended sequence of no known lineage")
         stops = [tokens for tokens, _ in self.checkpoints]
         if stops != sorted(set(stops)) or any(tokens < 1 for tokens in stops):
             problems.append(f"checkpoints at {stops} are not ascending")
@@ -563,12 +567,12 @@ class TieredCache:
     def _wanted(self, offer: Offer, hints: Hints) -> tuple[list[int], list[tuple[int, DeclineReason]]]:
         """Where the policies want checkpoints: what they said when the request began, and now that it has ended."""
         stops = [tokens for tokens, _ in offer.checkpoints]
-        if offer.private or not stops:
-            return stops[-1:], []
         with self._lock:
             running = self._running.pop(offer.request, None) if offer.request is not None else None
             if running is not None:
                 self._running_tokens -= running.charge
+            if offer.private or not stops:
+                return stops[-1:], []
             request = running.request if running else Request(offer, len(offer) - offer.output_tokens)
             wanted = set() if running else set(stops)
             for number, level in enumerate(self._levels):

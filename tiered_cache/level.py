@@ -14,6 +14,7 @@ The lock over index, policies and figures is never held while the tier is asked 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -47,6 +48,10 @@ from tiered_cache.tiers.base import Durability, GetAnswer, GetRequest, PutItem, 
 
 PUT_ATTEMPTS = 3
 """How often something is put whose place is taken by something bad."""
+DOOMED_MAX = 1 << 16
+"""How many frames that failed calls may have left behind are remembered."""
+TIDY_MAX = 256
+"""How many of them are deleted at once."""
 ALONE_S = 60.0
 """How long to wait for another thread's work on the same frames."""
 
@@ -333,18 +338,23 @@ class Level:
     def _doom(self, names: Iterable[FrameName]) -> None:
         with self._state.lock:
             self._doomed.update(dict.fromkeys(names))
+            while len(self._doomed) > DOOMED_MAX:  # a restart finds the others
+                del self._doomed[next(iter(self._doomed))]
 
     def tidy(self) -> None:
         """Delete what failed calls have left behind."""
         with self._state.lock:
-            doomed = list(self._doomed)
+            doomed = list(itertools.islice(self._doomed, TIDY_MAX))
         self.delete(doomed)
 
     # What is there
 
     def get(self, keys: Iterable[FrameKey]) -> Sequence[GetAnswer]:
-        """The tier's answers, errors counted; if it cannot be asked at all, that is the error of each."""
-        requests = [GetRequest(key.path()) for key in keys]
+        """The tier's answers, errors counted; if it cannot be asked at all, that is the error of each.
+
+        No more of an entry is read than one byte beyond the largest frame of its name: enough to see that it is none.
+        """
+        requests = [GetRequest(key.path(), bytes=self._bytes_max(key) + 1) for key in keys]
         try:
             answers = self.tier.get(requests)
         except TierError as error:
@@ -352,6 +362,9 @@ class Level:
         if failed := sum(isinstance(answer, TierError) for answer in answers):
             self._state.count(f"errors.{self.name}.get", failed)
         return answers
+
+    def _bytes_max(self, key: FrameKey) -> int:
+        return self._state.namespace(key.namespace).frame_bytes(key.group, key.tokens)
 
     def judge(self, names: Sequence[FrameName], *, decoded: bool = False) -> None:
         """Read listed frames of one namespace: sound ones are verified then, others leave the index.

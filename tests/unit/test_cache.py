@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -172,6 +173,8 @@ def test_an_unknown_namespace_is_a_miss_and_a_spill_into_it_is_refused() -> None
         ({"checkpoints": ((20, b"a" * 32), (12, b"b" * 32))}, "not ascending"),
         ({"checkpoints": ((24, b"a" * 32),)}, "24 tokens and only 5 blocks"),
         ({"checkpoints": ((20, b"a" * 32),)}, "another hash"),
+        ({"checkpoints": ((19, b"a" * 31),)}, "not 32 bytes"),
+        ({"private": True, "lineage": 0}, "no known lineage"),
     ],
 )
 def test_what_cannot_be_an_offer_is_refused(change: dict[str, object], named: str) -> None:
@@ -584,6 +587,25 @@ def test_bad_bytes_are_refused_set_aside_and_nothing_else_suffers(
         hit = match(cache, MIXED, np.append(tokens, tokens[:1])).hit
         assert hit is not None
         restore(cache, MIXED, hit, tokens)
+
+
+def test_a_file_that_has_grown_beyond_all_memory_is_a_bad_frame(tmp_path: Path) -> None:
+    tokens = some_tokens(9)
+    with node(open_disk(tmp_path)) as cache:
+        place = cache._levels[0].tier
+        assert isinstance(place, DiskTier)
+        spill(cache, State(MIXED, tokens))
+        hit = match(cache, MIXED, np.append(tokens, tokens[:1])).hit
+        assert hit is not None
+        key = hit.frames[0].key
+        os.truncate(place.file_of(key.path()), 1 << 42)
+        with pytest.raises(FrameError):
+            restore(cache, MIXED, hit, tokens)
+        cache.report_bad(key, "as the test says")
+        assert cache.counters()["quarantined.disk"] == 1
+        assert place.usage().bytes_quarantined == 0, "no quarantine has room for it"
+        assert spill(cache, State(MIXED, tokens)).kept
+        assert place.usage().bytes_used == sum(place.footprint(entry.bytes) for entry in place.list())
 
 
 def test_a_report_about_a_sound_frame_changes_nothing(tmp_path: Path) -> None:
