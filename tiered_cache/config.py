@@ -92,7 +92,7 @@ class WorkerSettings:
     """One kind of worker: its engine and how much state it can hold."""
 
     engine: str = "qsa-ple-gdn:tiny"
-    """Name of a reference engine's shape and size."""
+    """A reference engine's shape and size, or `transformers:DIR` for a model in a local directory."""
     block_tokens: int | None = None
     """The engine's own if None."""
     capacity_bytes: int = 256 << 20

@@ -283,6 +283,18 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_HEADS,
         },
     ),
+    "zaya": (
+        "Zaya",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+            "sliding_window": 9,
+            "num_experts": 4,
+            "moe_intermediate_size": 16,
+            "router_hidden_size": 16,
+            **_HEADS,
+        },
+    ),
     "minimax_m3_vl": (
         "MiniMaxM3VLText:MiniMaxM3VL",
         {

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ class CacheLayout:
 
         Raises `StateError` naming what cannot be carried, `GeometryError` for a block size that cuts pooled rows.
         """
-        self._plans = list(_plans(cache))
+        self._plans = list(plans_of(cache))
         for _, plan in self._plans:
             assert tokens >= plan.tokens_to_show_all, "the cache is too short to show every tensor"
         shown = [(owner, slot, slot.read(_owner(cache, owner))) for owner, plan in self._plans for slot in plan.slots]
@@ -92,30 +92,23 @@ class CacheLayout:
             place = Place(owner, slot, tuple(tensor.shape), tensor.dtype, tensor.device, "", 0)
             layer, title = (owner, slot.name) if owner >= 0 else (int(slot.key or 0), slot.attribute)
             kind, shape = _part_shape(place, tensor)
-            if not math.prod(shape):
+            if not math.prod(shape):  # nothing to store; the tensor itself must be there all the same
                 places.append(place)
                 continue
-            growing = parts.setdefault((title, slot.kind, tensor.dtype, shape), _GrowingPart(title, kind, tensor.dtype))
-            growing.shape = shape
+            like = (title, slot.kind, tensor.dtype, shape)
+            growing = parts.setdefault(like, _GrowingPart(title, kind, tensor.dtype, shape))
             growing.places.append((layer, place))
-        names: dict[str, int] = {}
-        made = []
+        made: dict[str, Part] = {}
         for growing in parts.values():
-            number = names[growing.title] = names.get(growing.title, 0) + 1
-            name = growing.title if number == 1 else f"{growing.title}.{number}"
+            number = sum(other.title == growing.title for other in list(parts.values())[: len(made)])
+            name = f"{growing.title}.{number + 1}" if number else growing.title
             growing.places.sort(key=lambda pair: pair[0])
-            made.append(growing.part(name))
-            places += [
-                Place(p.owner, p.slot, p.shape, p.dtype, p.device, name, index)
-                for index, (_, p) in enumerate(growing.places)
-            ]
+            made[name] = growing.part(name)
+            places += [replace(place, part=name, index=index) for index, (_, place) in enumerate(growing.places)]
         self.places = tuple(places)
-        self.places_of: dict[str, list[Place]] = {part.name: [] for part in made}
-        for place in places:
-            if place.part:
-                self.places_of[place.part].append(place)
+        self.places_of = {name: [place for place in places if place.part == name] for name in made}
         group = self.group_tokens = math.lcm(*(slot.every for _, slot, _ in shown))
-        self.geometry = Geometry(tuple(made), block_tokens or _block_tokens(made, group))
+        self.geometry = Geometry(tuple(made.values()), block_tokens or _block_tokens(list(made.values()), group))
         if self.geometry.block_tokens % group:
             raise GeometryError(
                 f"block_tokens {self.geometry.block_tokens} is not a multiple of {group}, the tokens of a pooled row"
@@ -133,7 +126,7 @@ class CacheLayout:
 
     def check(self, cache: Cache, tokens: int) -> None:
         """Raise `StateError` unless `cache` is one of this model, of one sequence, that stands at `tokens` tokens."""
-        plans = list(_plans(cache))
+        plans = list(plans_of(cache))
         if [owner for owner, _ in plans] != [owner for owner, _ in self._plans]:
             raise StateError(f"the cache has {len(plans) - 1} layers, not {len(self._plans) - 1}")
         for owner, plan in plans:
@@ -221,19 +214,17 @@ class _GrowingPart:
     title: str
     kind: PartKind
     dtype: Any
-    shape: tuple[int, ...] = ()
-    places: list[tuple[int, Place]] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.places = []
+    shape: tuple[int, ...]
+    places: list[tuple[int, Place]] = field(default_factory=list)
+    """(layer, place)."""
 
     def part(self, name: str) -> Part:
         layers = tuple(layer for layer, _ in self.places)
         return Part(name, self.kind, str(self.dtype).removeprefix("torch."), self.shape, layers)
 
 
-def _plans(cache: Cache) -> Iterator[tuple[int, LayerPlan]]:
-    """Owner and plan: every layer, then the cache itself as owner -1."""
+def plans_of(cache: Cache) -> Iterator[tuple[int, LayerPlan]]:
+    """Owner and plan: every layer by its number, then the cache itself as owner -1. Raises `StateError`."""
     for index, layer in enumerate(cache.layers):
         yield index, plan_of_layer(index, layer)
     yield -1, plan_of_cache(cache, max(len(cache.layers), len(cache)))

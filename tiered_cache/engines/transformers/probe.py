@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import transformers
 
-from tiered_cache.engines.transformers.layout import Cache, CacheLayout, Tensor
-from tiered_cache.engines.transformers.plans import SUPPORTED_VERSIONS, plan_of_cache, plan_of_layer
+from tiered_cache.engines.transformers.layout import Cache, CacheLayout, Tensor, plans_of
+from tiered_cache.engines.transformers.plans import SUPPORTED_VERSIONS
 from tiered_cache.errors import ConfigError, StateError
 from tiered_cache.geometry import PartKind
 
@@ -53,6 +53,8 @@ class Stepper:
 
     def step(self, cache: Cache | None, at: int, tokens: Any) -> tuple[Cache, Tensor]:
         """Compute tokens, an array of ids, after the `at` of the cache; the cache, and the last one's logits."""
+        if self.static_tokens is not None and at + len(tokens) > self.static_tokens:
+            raise ConfigError(f"{at + len(tokens)} tokens in a static cache of {self.static_tokens}")
         if cache is None and self.static_tokens is not None:
             cache = transformers.StaticCache(config=self.model.config, max_cache_len=self.static_tokens)
         ids = torch.as_tensor(np.asarray(tokens, dtype=np.int64), device=self.model.device)[None]
@@ -83,36 +85,37 @@ class Probed(NamedTuple):
 
 
 def probe(stepper: Stepper, block_tokens: int | None) -> Probed:
-    """The layout of the model's caches. Raises `StateError` naming what cannot be carried, `GeometryError`."""
-    model = stepper.model
-    before = dict(_module_state(model))
-    cache, _ = stepper.step(None, 0, [1, 0])
-    tokens = 2 + max(plan.tokens_to_show_all for plan in _all_plans(cache))
+    """Try the model. Raises `StateError` naming what cannot be carried, `GeometryError`, `ConfigError`."""
+    title = type(stepper.model).__name__
+    before = dict(_module_state(stepper.model))
+    first, _ = stepper.step(None, 0, [1, 0])
+    tokens = 2 + max(plan.tokens_to_show_all for _, plan in plans_of(first))
     text = (np.arange(tokens + _AHEAD) * 5 + 3) % min(stepper.vocabulary, 89)
-    layout = CacheLayout(stepper.step(None, 0, text[:tokens])[0], tokens, block_tokens)
-    left_alone = [_ahead(stepper, stepper.step(None, 0, text[:tokens])[0], text, tokens, step) for step in (_AHEAD, 1)]
-    frozen = stepper.step(None, 0, text[:tokens])[0]
-    arrays = _export(layout, frozen, tokens)
-    _check_rows(layout, stepper.step(frozen, tokens, text[tokens:])[0], arrays, tokens)
-    stepper.step(None, 0, text[::-1].copy())
+
+    def started() -> Cache:
+        return stepper.step(None, 0, text[:tokens])[0]
+
+    layout = CacheLayout(started(), tokens, block_tokens)
+    left_alone = [_go_on(stepper, started(), text, tokens, step) for step in (_AHEAD, 1)]
+    taken_out = started()
+    arrays = _take_out(layout, taken_out, tokens)
+    _check_rows(layout, stepper.step(taken_out, tokens, text[tokens:])[0], arrays, tokens)
+    stepper.step(None, 0, text[::-1].copy())  # something else, between out and in
     for step, expected in zip((_AHEAD, 1), left_alone, strict=True):
         copy = layout.make(tokens)
         layout.load(copy, 0, tokens, arrays)
-        for place in layout.places:
-            if not place.part and (tensor := place.slot.read(copy.layers[place.owner])) is not None:
-                assert not tensor.numel()
-        layout.check(copy, tokens)
-        if not all(torch.equal(a, b) for a, b in zip(_ahead(stepper, copy, text, tokens, step), expected, strict=True)):
-            raise StateError(f"{type(model).__name__}: a copy of its cache goes on otherwise: it keeps state elsewhere")
-    changed = [name for name, value in _module_state(model) if not _same(before.get(name, _ABSENT), value)]
+        went_on = _go_on(stepper, copy, text, tokens, step)
+        if not all(torch.equal(a, b) for a, b in zip(went_on, expected, strict=True)):
+            raise StateError(f"{title}: a copy of its cache goes on otherwise: it keeps state elsewhere")
+    changed = [name for name, value in _module_state(stepper.model) if not _same(before.get(name, _ABSENT), value)]
     if changed:
-        raise StateError(f"{type(model).__name__} keeps state on its modules: {', '.join(changed[:4])}")
+        raise StateError(f"{title} keeps state on its modules: {', '.join(changed[:4])}")
     at_once = stepper.step(None, 0, text)[1].float()
     drifts = [float((logits[-1].float() - at_once).abs().max() / at_once.abs().max()) for logits in left_alone]
     return Probed(layout, step_drift=drifts[1], chunk_drift=drifts[0])
 
 
-def _ahead(stepper: Stepper, cache: Cache, text: Any, at: int, step: int) -> list[Tensor]:
+def _go_on(stepper: Stepper, cache: Cache, text: Any, at: int, step: int) -> list[Tensor]:
     """Go on over `text[at:]`, so many tokens at a time; the logits after each."""
     logits = []
     for start in range(at, len(text), step):
@@ -121,13 +124,7 @@ def _ahead(stepper: Stepper, cache: Cache, text: Any, at: int, step: int) -> lis
     return logits
 
 
-def _all_plans(cache: Cache) -> Iterator[Any]:
-    for index, layer in enumerate(cache.layers):
-        yield plan_of_layer(index, layer)
-    yield plan_of_cache(cache, len(cache.layers))
-
-
-def _export(layout: CacheLayout, cache: Cache, tokens: int) -> dict[str, Any]:
+def _take_out(layout: CacheLayout, cache: Cache, tokens: int) -> dict[str, Any]:
     layout.check(cache, tokens)
     taken = layout.take(cache)
     arrays = {}
