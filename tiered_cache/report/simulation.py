@@ -57,14 +57,18 @@ _NOTES: Final = (
         "Room and refusal",
         (
             "The state of running requests takes no room in the tiers, and whoever decides may refuse what is new: the "
-            "same for every policy and for both offline bounds."
+            "same for every policy and for what is compared with them."
         ),
     ),
+    ("Several tiers", "What is new goes to the first one, and what a tier drops is offered to the next."),
+    ("Time", "The trace's own: a request is looked up, computed and spilled when it arrives. Nothing was moved."),
+)
+_BOUND_NOTES: Final = (
     (
         "Offline, upper",
         (
             "Belady's rule on rows alone, with the deepest first among equals, and checkpoints that cost nothing. No "
-            "cache of this size hits more."
+            "cache of this size hits more. Several tiers count as one as large as all of them."
         ),
     ),
     (
@@ -74,14 +78,6 @@ _NOTES: Final = (
             "this much can be hit; more might be."
         ),
     ),
-    (
-        "Several tiers",
-        (
-            "What is new goes to the first one, and what a tier drops is offered to the next. The bounds are those of "
-            "one tier as large as all of them."
-        ),
-    ),
-    ("Time", "The trace's own: a request is looked up, computed and spilled when it arrives. Nothing was moved."),
 )
 
 
@@ -129,7 +125,7 @@ class _Simulation:
             headline=self._headline(),
             tiles=self._tiles(),
             figures=tuple(figures),
-            notes=_NOTES if self._bounds else tuple(note for note in _NOTES if "Offline" not in note[0]),
+            notes=_NOTES + _BOUND_NOTES if self._bounds else _NOTES,
             settings=Table(("Setting", "Value"), tuple((name, str(value)) for name, value in settings.items()), 2),
         )
 
@@ -166,7 +162,7 @@ class _Simulation:
             tiles.append(Tile(words.points(best.hit_rate - baseline.hit_rate), f"against {BASELINE}"))
         if bound:
             low, high = self._fraction(bound.feasible_tokens), self._fraction(bound.upper_tokens)
-            tiles.append(Tile(f"{100 * low:.1f}\N{EN DASH}{words.percent(high)}", "with the future known"))
+            tiles.append(Tile(f"{100 * low:.1f}\N{EN DASH}{words.percent(high)}", "would be hit with the future known"))
             closed = self._closed(self._best, self._focus)
             if closed is not None and self._best != BASELINE:
                 tiles.append(Tile(words.share(closed), f"of the way from {BASELINE} to feasible"))

@@ -172,10 +172,10 @@ def _panel(canvas: Canvas, axes: Axes, panel: Panel, *, last: bool) -> None:
     x_end = max((x for x, _ in points), default=0.0) or 1.0
     y_end = max(panel.y.end or 0.0, max((y for _, y in points), default=0.0))
     room = 1.25 if panel.limit else 1.06
+    if panel.y.unit is Unit.PERCENT and 0.75 < y_end <= 1:
+        room = 1 / y_end  # all of it
     x_factor = _axis(axes, "x", panel.x, x_end, ticks=4 if canvas.width < 500 else 8)
-    y_factor = _axis(
-        axes, "y", panel.y, y_end, ticks=4, room=min(room, 1 / y_end) if _is_share(panel.y, y_end) else room
-    )
+    y_factor = _axis(axes, "y", panel.y, y_end, ticks=4, room=room)
     axes.grid(visible=True, axis="y", color=GRID, linewidth=1)
     if not last:
         axes.tick_params(labelbottom=False)
@@ -280,10 +280,6 @@ def _axis(axes: Axes, which: str, axis: Axis, largest: float, *, ticks: int, roo
     found.set_major_locator(MaxNLocator(ticks, steps=steps, integer=axis.unit is Unit.COUNT))
     found.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}{suffix if value else ''}"))
     return factor
-
-
-def _is_share(axis: Axis, end: float) -> bool:
-    return axis.unit is Unit.PERCENT and 0 < end <= 1
 
 
 # Bars

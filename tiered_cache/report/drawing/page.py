@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
 from importlib.metadata import version
@@ -36,7 +37,7 @@ def html(report: Report) -> str:
 
 def _body(report: Report, subject: str) -> Iterator[str]:
     yield '<main>\n<header>\n<p class="kind">'
-    yield f"{escape(report.kind)} <b>{escape(subject)}</b></p>\n"
+    yield f"{escape(report.kind)} <b>{_breakable(subject)}</b></p>\n"
     yield f'<h1><span class="number">{escape(report.headline.value)}</span> {escape(report.headline.label)}</h1>\n'
     yield '<ul class="tiles">\n'
     for tile in report.tiles:
@@ -50,6 +51,11 @@ def _body(report: Report, subject: str) -> Iterator[str]:
     yield "</dl>\n"
     yield from _details(report.settings, "Settings")
     yield f"</section>\n<footer>tiered-cache {escape(version('tiered-cache'))}</footer>\n</main>\n"
+
+
+def _breakable(name: str) -> str:
+    """A file's name that may go on in the next line where its parts meet."""
+    return re.sub(r"([_.-])", r"\1<wbr>", escape(name))
 
 
 def _tile(tile: Tile) -> str:
