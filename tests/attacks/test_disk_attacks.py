@@ -219,6 +219,19 @@ def test_a_spare_file_that_lies_about_its_size_spoils_no_entry(tmp_path: Path) -
         assert tier.usage().bytes_free == BUDGET - tier.footprint(50_000)
 
 
+@pytest.mark.parametrize("how", ["delete", "quarantine"])
+def test_an_entry_that_grew_where_it_lies_does_not_spoil_the_books(tmp_path: Path, how: str) -> None:
+    with open_tier(tmp_path / "tier") as tier:
+        put(tier, (name_of(0), b"a" * 50_000), (name_of(1), b"b" * 50_000))
+        with tier.file_of(name_of(0)).open("ab") as file:
+            file.write(bytes(500_000))
+        assert tier.delete([name_of(0)]) == [True] if how == "delete" else tier.quarantine(name_of(0), "grown")
+        usage = tier.usage()
+        assert (usage.entries, usage.bytes_used) == (1, tier.footprint(50_000))
+        assert usage.bytes_reserved == 0
+        assert get(tier, name_of(1)) == b"b" * 50_000
+
+
 LEDGERS = {
     "empty": b"",
     "short": b"tc-book1",

@@ -57,6 +57,9 @@ class Books:
     def bytes_promised(self) -> int:
         return self.bytes_used + self.bytes_quarantined + self.bytes_reserved
 
+    def are_possible(self) -> bool:
+        return min(self.bytes_used, self.bytes_quarantined, self.bytes_spare, self.entries, self.spare_files) >= 0
+
     def become(self, other: Books) -> None:
         for each in fields(self):
             setattr(self, each.name, getattr(other, each.name))
@@ -103,6 +106,8 @@ class Ledger:
                 if moves_files:
                     self._write(_MOVING[1], _MOVING[0])
                 yield books
+                if not books.are_possible():  # files have changed under somebody's hands: what was counted is not there
+                    books.become(self._count(books))
                 after = _encode(books)
                 if after != before:
                     self._write(after, 0)
