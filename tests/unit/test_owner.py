@@ -18,6 +18,7 @@ from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import (
     CapacityError,
     DeadlineError,
+    FrameError,
     FrameNotFoundError,
     IdentityError,
     MissReason,
@@ -340,7 +341,7 @@ def test_bodies_that_are_not_what_was_planned_are_refused(home: Home) -> None:
         return caught.value
 
     swapped = [whole[1], whole[0], *whole[2:]]
-    assert refused(swapped, IdentityError).key == keys[0].path()
+    assert refused(swapped, FrameError).key == keys[0].path()
     assert refused([whole[0], whole[1][:-1], *whole[2:]], TruncatedError).key == keys[1].path()
     flipped = whole[-1].copy()
     flipped[-1] ^= 1

@@ -290,6 +290,29 @@ def test_a_flipped_bit_is_found_set_aside_and_computed_again(tier: str, place: s
         assert third.mark == never_moved(MODEL, np.concatenate([longer, some_tokens(2, seed=2)]))
 
 
+def test_another_frame_under_a_frames_name_is_set_aside_and_computed_again(tmp_path: Path) -> None:
+    with start(host_bytes=0, disk_dir=tmp_path / "tiers") as cluster:
+        prompt, other = some_tokens(40), some_tokens(40, seed=1)
+        serve(cluster, prompt)
+        serve(cluster, other)
+        mine, theirs = (file_of(cluster, tokens, BLOCK, tmp_path) for tokens in (prompt, other))
+        mine.write_bytes(theirs.read_bytes())
+        longer = np.concatenate([prompt, some_tokens(5, seed=2)])
+        again = serve(cluster, longer)
+        assert again.placement.reason is MissReason.QUARANTINED
+        assert again.mark == never_moved(MODEL, longer)
+        assert cluster.counters()["cache.frames.disk.quarantined"] == 1
+        third = serve(cluster, np.concatenate([longer, some_tokens(2, seed=3)]))
+        assert (third.placement.restored_tokens, third.placement.refusals) == (len(longer), ())
+
+
+def file_of(cluster: LocalCluster, tokens: Tokens, end: int, tmp_path: Path) -> Path:
+    """Where the disk tier keeps the rows of the block that ends there."""
+    path = Prompt(tokens).chain(cluster.namespace, BLOCK).key("rows", end, 0).path()
+    (found,) = (file for file in (tmp_path / "tiers").rglob("*.blob") if file.as_posix().endswith(f"{path}.blob"))
+    return found
+
+
 def test_a_flipped_bit_below_is_no_harm_while_the_copy_above_is_sound(tmp_path: Path) -> None:
     with start(disk_dir=tmp_path / "tiers") as cluster:
         prompt = some_tokens(40)

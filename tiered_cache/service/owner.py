@@ -25,7 +25,9 @@ from tiered_cache.errors import (
     CapacityError,
     ConfigError,
     DeadlineError,
+    FrameError,
     FrameNotFoundError,
+    GeometryError,
     IdentityError,
     MissReason,
     PositionError,
@@ -211,9 +213,12 @@ class SequenceOwner:
             for planned, body in zip(wanted, bodies, strict=False):
                 if isinstance(body, MissReason):
                     raise FrameNotFoundError(f"was promised, and now is {body}", planned.key.path(), plan.node)
-                stored = frame.decode(
-                    body, key=planned.key, identity_digest=self._identity_digest, geometry=self.engine.geometry
-                )
+                try:
+                    stored = frame.decode(
+                        body, key=planned.key, identity_digest=self._identity_digest, geometry=self.engine.geometry
+                    )
+                except (GeometryError, IdentityError) as error:  # the name is ours, and what lies under it is not
+                    raise FrameError(error.message, planned.key.path(), plan.node) from error
                 if planned.lineage not in {0, stored.lineage}:  # 0: not known before it was read
                     what = f"of computation {stored.lineage} came, and {planned.lineage} was planned"
                     raise FrameNotFoundError(f"a frame {what}", planned.key.path(), plan.node)
