@@ -14,8 +14,7 @@ from tiered_cache.devices.numpy import NumpyDevice
 from tiered_cache.engines.base import ComputingEngine
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import ConfigError, TierError
-from tiered_cache.policy.base import CachePolicy
-from tiered_cache.policy.lru import LruPolicy
+from tiered_cache.policy.names import build_policy
 from tiered_cache.service.deadline import Clock
 from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier
@@ -32,15 +31,15 @@ def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> 
     """
     slots = []
     if settings.host_bytes:
-        slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy)))
+        slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy, settings.seed)))
     if settings.disk_dir is not None:
         disk = DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync)
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
-        slots.append(TierSlot(disk, build_policy(settings.policy), mode))
+        slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
     if settings.object_url is not None:
         tier = _object_tier(settings, settings.object_url, clock)
         if tier is not None:
-            slots.append(TierSlot(tier, build_policy(settings.policy), Mode.FAST))
+            slots.append(TierSlot(tier, build_policy(settings.policy, settings.seed), Mode.FAST))
     cache = TieredCache(slots, executor, clock=clock)
     cache.recover()
     return cache
@@ -78,13 +77,6 @@ def _object_tier(settings: TierSettings, url: str, clock: Clock) -> Tier | None:
         tier.close()
         return None
     return tier
-
-
-def build_policy(name: str) -> CachePolicy:
-    """A policy by name."""
-    if name != "lru":
-        raise ConfigError(f"no policy {name!r}; there is lru")
-    return LruPolicy()
 
 
 def build_engine(settings: WorkerSettings) -> ComputingEngine:
