@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiered_cache.policy.base import Hints
 from tiered_cache.policy.default import DefaultPolicy
-from tiered_cache.policy.floor import TRIAL_REQUESTS, LruFloor
+from tiered_cache.policy.floor import TRIAL_REQUESTS, LruFloor, Recency
 from tiered_cache.policy.ghost import GhostNode, GhostTree
 from tiered_cache.policy.hazard import BUCKETS, HazardModel, bucket_of, worth
 from tiered_cache.policy.lru import LruPolicy
@@ -124,6 +124,19 @@ def test_the_floor_follows_lru_only_while_that_is_better() -> None:
     assert not any(followed[: TRIAL_REQUESTS - 1])
     assert followed[TRIAL_REQUESTS]
     assert not followed[-1]
+
+
+def test_recency_forgets_what_is_not_held() -> None:
+    tree = GhostTree(10)
+    shadow = Shadow(tree)
+    recency = Recency(shadow)
+    for number in range(1, 1000):
+        node = tree.add(PathChain((number,)), 1)
+        shadow.add(node, 1)
+        recency.use(node)
+        shadow.drop(node)
+    assert len(recency) < 100
+    assert recency.pop() is None
 
 
 def test_it_beats_lru_on_sessions_among_one_shots() -> None:

@@ -165,4 +165,5 @@ class DefaultPolicy(MirrorPolicy):
         return saved / max(1, bytes_)
 
     def state_bytes(self) -> int:
-        return super().state_bytes() + self.predictor.state_bytes() + self.floor.state_bytes()
+        own = 100 * (len(self._recency) + len(self._priorities) + len(self._expiries)) + 500 * len(self._running)
+        return super().state_bytes() + self.predictor.state_bytes() + self.floor.state_bytes() + own

@@ -35,6 +35,11 @@ class Recency:
                 self._order[at] = None
                 self._order.move_to_end(at)
             at = at.parent
+        if len(self._order) > 2 * len(self._shadow) + 64:
+            self._order = OrderedDict.fromkeys(held for held in self._order if held in self._shadow)
+
+    def __len__(self) -> int:
+        return len(self._order)
 
     def pop(self) -> GhostNode | None:
         """The least recently used one that is still held, taken out of the order."""
@@ -89,4 +94,4 @@ class LruFloor:
             self._shadow.drop(victim)
 
     def state_bytes(self) -> int:
-        return 400 * len(self._shadow)
+        return 400 * len(self._shadow) + 100 * len(self._recency)
