@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -224,6 +225,8 @@ def simulate(
     for name in policies:
         build_policy(name)
     capacities = sorted({_positive_size("--capacity", size) for size in capacity.split(",")})
+    if not math.isfinite(prefill_rate):
+        raise ConfigError(f"--prefill-rate {prefill_rate} is not a rate")
     disk = _size("--disk-bytes", disk_bytes)
     rates = _size("--host-rate", host_rate) or None, _size("--disk-rate", disk_rate) or None
     model = Model(kv_bytes_per_token, checkpoint_bytes, prefill_rate or None)

@@ -93,6 +93,7 @@ def test_reports_appear_whole_beside_the_result(trace: Path, tmp_path: Path) -> 
         (["--policy", "lru,best"], "no policy 'best'; there are default"),
         (["--capacity", "1GB,0"], "--capacity '0': nothing fits in there"),
         (["--capacity", "1GB,big"], "--capacity 'big' is not a size"),
+        (["--prefill-rate", "inf"], "--prefill-rate inf is not a rate"),
         (["--block-tokens", "500"], "block_tokens 500 is not a multiple of the trace's 512"),
         (["--plot", "plot.gif"], "--plot plot.gif: the name of a picture ends in .png or .svg"),
         (["--report", "no/such/directory/page.html"], "--report no/such/directory/page.html: No such file"),

@@ -200,7 +200,7 @@ class _Replay:
                             filled=True,
                         ),
                     ),
-                    limit=(f"budget {words.text(self._bytes, budget)}", budget) if budget else None,
+                    limit=(f"{words.text(self._bytes, budget)} a node", budget) if budget else None,
                 )
             )
         moved = [

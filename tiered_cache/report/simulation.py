@@ -53,6 +53,7 @@ _NOTES: Final = (
             "block are never restored, and count as missed."
         ),
     ),
+    ("Dead weight", "Rows without a checkpoint that needs them, and checkpoints without their rows, in the same tier."),
     (
         "Room and refusal",
         (
@@ -167,6 +168,7 @@ class _Simulation:
             if closed is not None and self._best != BASELINE:
                 tiles.append(Tile(words.share(closed), f"of the way from {BASELINE} to feasible"))
         tiles.append(Tile(words.count(best.requests), f"requests, {words.count(best.input_tokens)} prompt tokens"))
+        tiles.append(Tile(words.percent(best.dead_bytes_peak / best.capacity_bytes), "dead weight at the most"))
         if best.saved_s:
             tiles.append(Tile(words.text(Unit.SECONDS, best.saved_s), "of waiting for first tokens saved"))
         return tuple(tiles)
@@ -194,16 +196,16 @@ class _Simulation:
 
     def _hit_rates(self) -> Figure:
         several = len(self._capacities) > 1
-        others = f", and {len(self._policies) - 1} others" if len(self._policies) > 2 else ""
-        lead = f"Hit rate of {self._best}{others} by capacity" if several else f"At {self._size(self._focus)}"
-        if several and len(self._policies) > 1:
-            lead += (
-                f"; it is furthest above {self._other} at {self._size(self._focus)}, which the charts below show first"
-            )
+        if not several:
+            lead = f"At {self._size(self._focus)}."
+        elif len(self._policies) == 1:
+            lead = f"{self._best} by capacity."
+        else:
+            lead = f"By capacity; {self._best} is furthest above {self._other} at {self._size(self._focus)}, see below."
         if self._bounds:
-            lead += ". The band is what a cache that knows the future could reach, from feasible to upper bound"
+            lead += " The band is what a cache that knows the future could reach, from feasible to upper bound."
         chart: Chart = self._hit_rate_curves() if several else self._hit_rate_bars()
-        return Figure("How much is hit", f"{lead}.", (View("", chart, self._hit_rate_table()),))
+        return Figure("How much is hit", lead, (View("", chart, self._hit_rate_table()),))
 
     def _hit_rate_curves(self) -> Curves:
         series = tuple(

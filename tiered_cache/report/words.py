@@ -40,12 +40,12 @@ def reason(name: str) -> str:
 
 def percent(fraction: float) -> str:
     """A fraction, to a tenth of a point."""
-    return f"{fraction:.1%}".replace("%", "\N{NO-BREAK SPACE}%")
+    return f"{100 * fraction:.1f}\N{NO-BREAK SPACE}%".replace("-", "\N{MINUS SIGN}")
 
 
 def share(fraction: float) -> str:
     """A fraction where there is little room."""
-    return f"{100 * fraction:.0f}\N{NO-BREAK SPACE}%"
+    return f"{100 * fraction:.0f}\N{NO-BREAK SPACE}%".replace("-", "\N{MINUS SIGN}")
 
 
 def points(difference: float) -> str:

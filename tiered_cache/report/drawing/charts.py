@@ -187,6 +187,8 @@ def _panel(canvas: Canvas, axes: Axes, panel: Panel, *, last: bool) -> None:
         lows = [low / y_factor for _, low, _ in panel.band.points]
         highs = [high / y_factor for _, _, high in panel.band.points]
         axes.fill_between(xs, lows, highs, color=BAND, linewidth=0)
+        for edge in (lows, highs):
+            axes.plot(xs, edge, color=INK[Colour.MUTED], linewidth=1)
         labels.append(((lows[-1] + highs[-1]) / 2, panel.band.name, QUIET))
     if panel.limit:
         name, value = panel.limit

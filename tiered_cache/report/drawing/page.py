@@ -96,8 +96,9 @@ def _view(view: View, title: str, prefix: str) -> Iterator[str]:
 def _details(table: Table, summary: str) -> Iterator[str]:
     yield f'<details class="numbers"><summary>{escape(summary)}</summary>\n<div class="scroll" tabindex="0">'
     yield "<table>\n<thead><tr>"
-    for column in table.columns:
-        yield f'<th scope="col">{escape(column)}</th>'
+    for place, column in enumerate(table.columns):
+        number = "" if place < table.text_columns else ' class="n"'
+        yield f'<th scope="col"{number}>{escape(column)}</th>'
     yield "</tr></thead>\n<tbody>\n"
     for row in table.rows:
         cells = (
