@@ -151,10 +151,7 @@ class EncodedFrame:
         for section, encoded in zip(header.sections, self._encoded, strict=True):
             if section.offset > stop:
                 buffers.append(memoryview(_ZEROS)[: section.offset - stop])
-            hasher = xxhash.xxh3_64()
-            for buffer in encoded.buffers:
-                _hash_into(hasher, np.frombuffer(buffer, np.uint8))
-            checksums.append(hasher.intdigest())
+            checksums.append(_checksum(*encoded.buffers))
             buffers += encoded.buffers
             stop = section.offset + section.stored_bytes
         buffers[0] = memoryview(self._head(checksums))
@@ -283,7 +280,7 @@ def verify(data: Buffer) -> FrameHeader:
     _check_padding(view, header)
     whole: Bytes = np.frombuffer(view, np.uint8)
     for section, checksum in zip(header.sections, header.checksums, strict=True):
-        _check_section(section, checksum, _checksum(_stored(whole, section)))
+        _check_section(section, checksum, _checksum(_stored(whole, section).data))
     return header
 
 
@@ -582,7 +579,7 @@ def _deliver(section: Section, checksum: int, whole: Bytes, target: Array | None
             hasher.update(step.data)
         _check_section(section, checksum, hasher.intdigest())
         return target
-    _check_section(section, checksum, _checksum(stored))
+    _check_section(section, checksum, _checksum(stored.data))
     if section.codec is RAW:
         return stored.view(section.array.storage).reshape(section.array.shape)
     array = np.empty(section.array.shape, section.array.storage) if target is None else target
@@ -595,13 +592,12 @@ def _check_section(section: Section, checksum: int, actual: int) -> None:
         raise ChecksumError(f"the checksum of section {section.name!r} does not hold")
 
 
-def _checksum(stored: Bytes) -> int:
+def _checksum(*buffers: memoryview) -> int:
+    """Of their concatenation; large ones are hashed in steps, between which other threads may run."""
+    if len(buffers) == 1 and buffers[0].nbytes <= _STEP_BYTES:
+        return xxhash.xxh3_64_intdigest(buffers[0])
     hasher = xxhash.xxh3_64()
-    _hash_into(hasher, stored)
+    for buffer in buffers:
+        for start in range(0, buffer.nbytes, _STEP_BYTES):
+            hasher.update(buffer[start : start + _STEP_BYTES])
     return hasher.intdigest()
-
-
-def _hash_into(hasher: xxhash.xxh3_64, stored: Bytes) -> None:
-    """Hash in steps, between which other threads may run."""
-    for start in range(0, stored.size, _STEP_BYTES):
-        hasher.update(stored[start : start + _STEP_BYTES].data)
