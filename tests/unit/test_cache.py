@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -54,7 +55,7 @@ from tiered_cache.identity import CHECKPOINT, FrameKey, PrefixChain, Tokens
 from tiered_cache.namespace import descriptor_path
 from tiered_cache.policy.base import Hints
 from tiered_cache.testing.faults import Fault, FaultyTier
-from tiered_cache.tiers.base import Durability, GetRequest, PutItem, Tier
+from tiered_cache.tiers.base import Durability, GetRequest, PutItem, PutOutcome, Reservation, Tier
 from tiered_cache.tiers.disk import DiskTier
 
 HOST, DISK, OBJECT = Durability
@@ -270,6 +271,43 @@ def test_what_leaves_host_memory_is_on_disk_before(tmp_path: Path) -> None:
         counters = cache.counters()
         assert counters["dropped.host.moved"] == counters["frames.disk.put"] // 3
         assert "dropped.host.evicted" not in counters
+
+
+class LyingTier(FaultyTier):
+    """Says that it has written what it was given."""
+
+    lies = True
+
+    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
+        bodies = [bytearray(b"".join(item.views())) for item in items]
+        for item, body in zip(items, bodies, strict=True):
+            body[-1] ^= self.lies and "-rows-4-" in item.path
+        return super().put([PutItem(item.path, [b]) for item, b in zip(items, bodies, strict=True)], reservation)
+
+
+def test_what_was_moved_is_read_before_anyone_relies_on_it(tmp_path: Path) -> None:
+    tokens, disk = some_tokens(9), LyingTier(open_disk(tmp_path))
+    with node(open_host(), disk) as cache:
+        spill(cache, State(MIXED, tokens))
+        cache.trim("host", 1)
+        found = match(cache, MIXED, np.append(tokens, tokens[:1]))
+        assert (found.hit, found.reason) == (None, MissReason.EVICTED)
+        assert cache.counters()["dropped.host.evicted"] == 1
+        cache.trim("host", 1 << 20)
+        disk.lies = False
+        spill(cache, State(MIXED, tokens))
+        cache.trim("host", 1)
+        hit = match(cache, MIXED, np.append(tokens, tokens[:1])).hit
+        assert hit is not None
+        restore(cache, MIXED, hit, tokens)
+
+
+def test_what_cannot_be_restored_is_not_moved(tmp_path: Path) -> None:
+    with node(open_host(), open_disk(tmp_path), geometries=[SHARDED]) as cache:
+        spill(cache, State(SHARDED, some_tokens(9), rank=1))
+        cache.trim("host", 1)
+        assert (held(cache, "host"), held(cache, "disk")) == ({}, {})
+        assert "frames.disk.put" not in cache.counters()
 
 
 def test_without_a_tier_below_what_leaves_is_gone_and_the_miss_says_so() -> None:
@@ -918,20 +956,36 @@ def test_a_suspended_sequences_frames_stay_while_pinned_and_go_with_the_pin() ->
         assert not any(name.private for name in held(cache, "host"))
 
 
-def test_half_of_a_suspended_sequence_is_not_kept() -> None:
-    tier, tokens = FaultyTier(open_host()), some_tokens(22)
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LOST_ANSWER])
+def test_half_of_a_suspended_sequence_is_not_kept(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_cache.namespace.BATCH_BYTES_MAX", 1)
+    inner, tokens = HookedTier(), some_tokens(22)
+    tier = FaultyTier(inner)
     with node(tier) as cache:
         spill(cache, State(MIXED, tokens, lineage=7))
         before = held(cache, "host")
         offer = State(MIXED, tokens, lineage=9).offer(private=True)
         grant = cache.admit(offer, HOST, NO_HINTS)
         assert {key.private for key in grant.keys} == {9}
-        tier.inject("put", Fault.LOST_ANSWER)
+        inner.after["put"] = lambda: tier.inject("put", fault)  # the answer to the first frame goes, or the second
         with pytest.raises(TierError):
             cache.spill(grant, State(MIXED, tokens, lineage=9).export(offer, grant.keys))
         assert cache.kept(offer) == []
-        spill(cache, State(MIXED, some_tokens(2)), private=True)
-        assert {name for name in held(cache, "host") if name in before or name.private} == before.keys()
+        assert held(cache, "host") == before
+        assert cache.counters().get("frames.host.abandoned", 0) == (fault is Fault.ERROR)
+        tier._next.clear()
+        suspend(cache, State(MIXED, tokens, lineage=9))
+
+
+def test_a_suspended_sequence_is_kept_whatever_the_policy_wants() -> None:
+    tokens = some_tokens(22)
+    with node(open_host()) as cache:
+        request = match(cache, MIXED, tokens).request
+        over = Hints(will_not_return=True)
+        done = spill(cache, State(MIXED, tokens), 9, 22, private=True, hints=over, request=request)
+        assert (done.grant.declined, done.kept[-1:]) == ((), [Kept(22, HOST)])
+        assert not cache._running
+        assert cache._running_tokens == 0
 
 
 # Threads that meet
@@ -1018,6 +1072,24 @@ def test_a_checkpoint_moves_while_a_longer_one_is_on_its_way(tmp_path: Path) -> 
         assert hit is not None
         assert hit.tier == "host"
         restore(cache, MIXED, hit, tokens)
+
+
+def test_what_comes_for_a_shorter_checkpoint_is_not_swept_away_before_that_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiered_cache.namespace.BATCH_BYTES_MAX", 1)
+    tier, tokens, puts = HookedTier(), some_tokens(22), itertools.count(1)
+    with node(tier, geometries=[WINDOW]) as cache:
+        other = cache.admit(State(WINDOW, tokens).offer(13), HOST, NO_HINTS)
+
+        def after_each_put() -> None:
+            tier.after["put"] = after_each_put
+            if next(puts) == 4:  # the rows and windows of the first two blocks are there, their checkpoint is not
+                cache.abandon(other)
+
+        tier.after["put"] = after_each_put
+        assert spill(cache, State(WINDOW, tokens), 9, 22).kept == [Kept(9, HOST), Kept(22, HOST)]
+        tier.after.clear()
 
 
 def test_an_abandoned_grant_leaves_no_trace() -> None:
