@@ -219,6 +219,14 @@ def test_a_model_in_training_mode_is_refused() -> None:
         TransformersEngine(copy.deepcopy(model_of("llama")).train())
 
 
+def test_adapters_that_can_be_switched_and_several_ranks_are_refused() -> None:
+    for attribute, value, why in (("_hf_peft_config_loaded", True, "merge"), ("_tp_size", 2, "2 ranks")):
+        model = copy.deepcopy(model_of("llama"))
+        setattr(model, attribute, value)
+        with pytest.raises(ConfigError, match=why):
+            TransformersEngine(model)
+
+
 def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.24.0")
     with pytest.raises(ConfigError, match=r"5\.24\.0"):
@@ -277,6 +285,22 @@ def test_a_model_without_a_cache_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="no decoder"):
         TransformersEngine(transformers.BertForSequenceClassification(config).eval())
+    with pytest.raises(ConfigError, match="gives back no past_key_values"):
+        TransformersEngine(transformers.BertLMHeadModel(config).eval())
+
+
+def test_a_model_that_keeps_its_state_in_its_modules_is_refused() -> None:
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        lru_width=32,
+        attention_window_size=9,
+    )
+    with pytest.raises(ConfigError, match="gives back no past_key_values"):
+        TransformersEngine(transformers.RecurrentGemmaForCausalLM(config).eval())
 
 
 def filled(model: Any, cache: Any = None, batch: int = 1, mask: Any = None) -> Any:

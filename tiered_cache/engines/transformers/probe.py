@@ -39,6 +39,10 @@ class Stepper:
         found = [name for name in _CACHE_NAMES if name in names]
         if not found or getattr(model.config, "is_encoder_decoder", False):
             raise ConfigError(f"{type(model).__name__} is no decoder that takes {' or '.join(_CACHE_NAMES)}")
+        if (getattr(model, "tp_size", None) or 1) > 1:
+            raise ConfigError(f"the model is cut over {model.tp_size} ranks: one rank can be carried")
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise ConfigError("the model has adapters that can be switched: merge the one that is meant")
         config = model.config.get_text_config(decoder=True)
         _check_rope(config)
         self.model = model
@@ -63,8 +67,11 @@ class Stepper:
             options["position_ids"] = torch.arange(at, at + ids.shape[1], device=ids.device)[None]
         with torch.no_grad():
             out = self.model(input_ids=ids, **options)
+        cache = getattr(out, self._cache_name, None)
+        if not hasattr(cache, "layers"):
+            raise ConfigError(f"{type(self.model).__name__} gives back no {self._cache_name} of layers, but {cache!r}")
         self.logits_dtype = out.logits.dtype
-        return getattr(out, self._cache_name), out.logits[0, -1]
+        return cache, out.logits[0, -1]
 
 
 class Probed(NamedTuple):
