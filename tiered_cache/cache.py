@@ -313,26 +313,35 @@ class TieredCache:
     # Look-ups
 
     def match(
-        self, chain: PrefixChain, hints: Hints, *, session: str | None = None, pin_s: float | None = None
+        self,
+        chain: PrefixChain,
+        hints: Hints,
+        *,
+        session: str | None = None,
+        pin_s: float | None = None,
+        now_s: float | None = None,
     ) -> LookUp:
         """The longest restorable proper prefix of the chain's tokens, over all tiers.
 
-        With `pin_s` its checkpoint is kept from being dropped for so many seconds. The policies learn of the request.
+        With `pin_s` its checkpoint is kept from being dropped for so many seconds. The policies learn of the request,
+        and that it was made at `now_s`, if that is given, on a clock that all requests then must be told by.
         """
+        if now_s is not None:
+            self._state.tell(now_s)
         with self._lock:
             self._counters["lookups"] += 1
-            number, now_s = next(self._numbers), self._clock()
-            self._end_pins(now_s)
+            number, clock_s, policy_s = next(self._numbers), self._clock(), self._state.policy_s()
+            self._end_pins(clock_s)
             found = self._index.longest(chain, len(chain) - 1)
             if found.reason is MissReason.NAMESPACE:
                 self._counters[f"misses.{found.reason}"] += 1
                 return LookUp(None, found.reason, (), number)
             request = Request(chain, len(chain), session)
-            take_at = tuple(level.policy.start(request, found, hints, now_s, level.view) for level in self._levels)
+            take_at = tuple(level.policy.start(request, found, hints, policy_s, level.view) for level in self._levels)
             self._remember(number, _Running(request, take_at))
             hit = None
             if found.tokens:
-                pin = None if pin_s is None else self._pin([found.prefix], None, now_s + pin_s)
+                pin = None if pin_s is None else self._pin([found.prefix], None, clock_s + pin_s)
                 hit = self._hit(found.tokens, self._index.support(chain, found.tokens), pin)
                 self._counters["hits"] += 1
                 self._counters[f"hits.{hit.tier}"] += 1
@@ -576,7 +585,7 @@ class TieredCache:
             request = running.request if running else Request(offer, len(offer) - offer.output_tokens)
             wanted = set() if running else set(stops)
             for number, level in enumerate(self._levels):
-                wanted.update(level.policy.finish(request, offer, offer.output_tokens, self._clock()))
+                wanted.update(level.policy.finish(request, offer, offer.output_tokens, self._state.policy_s()))
                 wanted.update(running.take_at[number] if running else ())
         declined = [(n, DeclineReason.NOT_ASKED_FOR) for n in stops if n not in wanted]
         if hints.will_not_return and len(offer) in wanted:
@@ -620,6 +629,8 @@ class TieredCache:
             try:
                 self._evict(level, proposal.drop)
                 level.drop((c.crowds_out, RemovalReason.CROWDED) for c in taken if c.crowds_out is not None)
+                if not taken:
+                    return refused
                 room = level.tier.reserve([known.frame_bytes(name.group, name.tokens) for name in names])
             except CapacityError:  # somebody else was faster, or a reader still holds what was dropped
                 level.release(claims)
@@ -627,8 +638,7 @@ class TieredCache:
                 level.release(claims)
                 raise
             else:
-                if taken:
-                    targets.append(_Target(level, tuple(names), room, claims, taken[-1].prefix if own else None))
+                targets.append(_Target(level, tuple(names), room, claims, taken[-1].prefix if own else None))
                 return refused
         return [(candidate.tokens, DeclineReason.NO_ROOM) for candidate in new]
 
@@ -676,9 +686,8 @@ class TieredCache:
         return names
 
     def _propose(self, level: Level, new: Sequence[Candidate], free_bytes: int) -> Proposal:
-        now_s = self._clock()
-        staying = {*self._index.pinned(now_s), *level.leaving}
-        return level.policy.propose(new, free_bytes, staying, now_s, level.view)
+        staying = {*self._index.pinned(self._clock()), *level.leaving}
+        return level.policy.propose(new, free_bytes, staying, self._state.policy_s(), level.view)
 
     def _missing(self, level: Level, chain: Offer | KnownChain, stops: Iterable[int]) -> list[FrameName]:
         """The shared frames that a tier still needs for these checkpoints: rows from the root down, one rank's."""

@@ -152,7 +152,7 @@ def replay(
     disk_sync: Annotated[SyncPolicy, typer.Option(help="What is on stable storage when a spill is answered.")] = (
         SyncPolicy.NEVER
     ),
-    policy: Annotated[str, typer.Option(help="Who decides what is kept.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Who decides what is kept.")] = "default",
     seed: Annotated[int, typer.Option(min=0, help="Of tokens, weights and policy.")] = 0,
     json_path: JsonOption = None,
     report: ReportOption = None,

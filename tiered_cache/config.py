@@ -63,7 +63,7 @@ class TierSettings:
     """How many requests are under way at once."""
     object_deadline_s: float = 5.0
     """After so long a call ends; one request of it ends after a third."""
-    policy: str = "lru"
+    policy: str = "default"
     seed: int = 0
     executor_threads: int = 2
 

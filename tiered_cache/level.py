@@ -108,6 +108,18 @@ class CacheState:
         self.namespaces: dict[bytes, Namespace] = {}
         self.counters: Counter[str] = Counter()
         self.clock = clock
+        """Of pins and deadlines."""
+        self._told_s: float | None = None
+
+    def tell(self, now_s: float) -> None:
+        """From now on policies live in the time of the requests, as in a replay that is faster than its trace."""
+        with self.lock:
+            self._told_s = now_s if self._told_s is None else max(self._told_s, now_s)
+
+    def policy_s(self) -> float:
+        """The time that policies are told: that of the last request, or the clock's if requests tell none."""
+        with self.lock:
+            return self.clock() if self._told_s is None else self._told_s
 
     def count(self, what: str, number: int = 1) -> None:
         with self.lock:
@@ -201,7 +213,7 @@ class Level:
                 if not there and checkpoint in view:
                     added[checkpoint] = None
             if added:
-                self.policy.commit(sorted(added, key=view.tokens), [], self._state.clock(), view)
+                self.policy.commit(sorted(added, key=view.tokens), [], self._state.policy_s(), view)
         return contradicting
 
     def _forget(self, name: FrameName, reason: RemovalReason) -> list[FrameName]:
@@ -229,7 +241,7 @@ class Level:
             self._book(reason, 1, own_bytes)
             self._book(RemovalReason.ABANDONED, frames - 1, bytes_ - own_bytes)
             if there and checkpoint not in view:
-                self.policy.commit([], [(checkpoint, reason)], self._state.clock(), view)
+                self.policy.commit([], [(checkpoint, reason)], self._state.policy_s(), view)
             return [other for other in names if other != name]
 
     # In
@@ -291,8 +303,7 @@ class Level:
         names: list[FrameName] = []
         dropped: list[tuple[PrefixId, RemovalReason]] = []
         with self._state.lock:
-            now_s, view = self._state.clock(), self.view
-            pinned = self._index.pinned(now_s)
+            view, pinned = self.view, self._index.pinned(self._state.clock())
             for prefix, reason in chosen:
                 if prefix in pinned or prefix not in view:
                     continue
@@ -302,7 +313,7 @@ class Level:
                     dropped.append((prefix, reason))
                     self._state.counters[f"dropped.{self.name}.{reason}"] += 1
             if dropped:
-                self.policy.commit([], dropped, now_s, view)
+                self.policy.commit([], dropped, self._state.policy_s(), view)
         self.delete(names)
 
     def release(self, claims: Iterable[Claim]) -> None:

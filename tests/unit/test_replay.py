@@ -16,7 +16,7 @@ from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, Ident
 from tiered_cache.identity import PrefixChain
 from tiered_cache.index import Layout, PrefixIndex, RemovalReason
 from tiered_cache.policy.base import Hints, Request
-from tiered_cache.policy.lru import LruPolicy
+from tiered_cache.policy.names import build_policy
 from tiered_cache.replay.driver import Progress, ReplayResult, ReplaySettings, replay
 from tiered_cache.replay.traces import SAMPLE_PATH, TokenSource, Trace
 from tiered_cache.service.build import build_engine
@@ -34,7 +34,7 @@ def host_only(host_bytes: int, worker: WorkerSettings | None = None, workers: in
 
 
 def with_disk(directory: Path, host_bytes: int = 8 * MIB) -> ClusterSettings:
-    tiers = TierSettings(host_bytes, directory, 256 * MIB, SyncPolicy.NEVER)
+    tiers = TierSettings(host_bytes, directory, 256 * MIB, SyncPolicy.NEVER, policy="lru")
     return ClusterSettings(tiers=tiers)
 
 
@@ -110,7 +110,8 @@ def predicted_hit_tokens(settings: ReplaySettings, trace: Trace) -> Iterator[int
     """Per request, by index and policy alone: no bytes, no engine, no cache."""
     with LocalCluster(settings.cluster) as cluster:
         namespace, geometry = cluster.namespace, cluster.geometry
-    tier, index, policy = HostTier(settings.cluster.tiers.host_bytes), PrefixIndex(["host"]), LruPolicy()
+    tier, index = HostTier(settings.cluster.tiers.host_bytes), PrefixIndex(["host"])
+    policy = build_policy(settings.cluster.tiers.policy, settings.cluster.tiers.seed)
     index.register(Layout.of(namespace, PrefixChain(namespace, geometry.block_tokens).block_hash(0), geometry))
     view = index.view("host")
     vocabulary = build_engine(settings.cluster.worker).vocabulary
@@ -120,40 +121,41 @@ def predicted_hit_tokens(settings: ReplaySettings, trace: Trace) -> Iterator[int
         return tier.footprint(frame.stored_bytes_max(geometry, group, tokens))
 
     for request in list(trace)[: settings.requests]:
-        tokens = source.tokens(request)
+        now_s, tokens = request.arrival_s, source.tokens(request)
         chain = PrefixChain(namespace, geometry.block_tokens, tokens)
         found = index.longest(chain, len(chain) - 1)
         yield found.tokens
         asked = Request(chain, len(chain))
-        take_at = set(policy.start(asked, found, Hints(), 0.0, view))
+        take_at = set(policy.start(asked, found, Hints(), now_s, view))
         known = PrefixChain(
             namespace, geometry.block_tokens, tokens[: len(tokens) // trace.block_tokens * trace.block_tokens]
         )
         if not len(known):
             continue
-        take_at |= set(policy.finish(asked, known, 0, 0.0))
+        take_at |= set(policy.finish(asked, known, 0, now_s))
         new = index.candidates(known, take_at, "host", footprint)
         if not new:
             continue
         free_bytes = settings.cluster.tiers.host_bytes - index.stored_bytes("host")
-        proposal = policy.propose(new, free_bytes, [], 0.0, view)
+        proposal = policy.propose(new, free_bytes, [], now_s, view)
         claims = [index.claim(known, c.tokens, "host") for c in new if c.prefix in proposal.admit]
         for prefix in proposal.drop:
             index.drop(prefix, "host", RemovalReason.EVICTED)
-            policy.commit([], [(prefix, RemovalReason.EVICTED)], 0.0, view)
+            policy.commit([], [(prefix, RemovalReason.EVICTED)], now_s, view)
         for candidate in new:
             if candidate.prefix in proposal.admit:
                 for name in index.missing(known, candidate.tokens, "host"):
                     index.insert(name, "host", footprint(name.group, name.tokens))
-        policy.commit([c.prefix for c in new if c.prefix in proposal.admit], [], 0.0, view)
+        policy.commit([c.prefix for c in new if c.prefix in proposal.admit], [], now_s, view)
         for claim in claims:
             index.release(claim)
 
 
+@pytest.mark.parametrize("policy", ["lru", "default"])
 @pytest.mark.parametrize("host_bytes", [12 * MIB, 40 * MIB])
-def test_hits_are_those_that_index_and_policy_alone_predict(host_bytes: int) -> None:
+def test_hits_are_those_that_index_and_policy_alone_predict(host_bytes: int, policy: str) -> None:
     told: list[Progress] = []
-    settings = ReplaySettings(host_only(host_bytes), requests=200)
+    settings = ReplaySettings(ClusterSettings(tiers=TierSettings(host_bytes, policy=policy)), requests=200)
     result = run(settings, told=told)
     predicted = list(predicted_hit_tokens(settings, Trace(SAMPLE_PATH)))
     assert np.diff([0, *(p.hit_tokens for p in told)]).tolist() == predicted

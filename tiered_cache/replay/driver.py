@@ -344,7 +344,7 @@ class _Replay:
         cluster, deadline_s = self._cluster, self._settings.deadline_s
         tokens = self._source.tokens(request)
         session = None if request.session is None else str(request.session)
-        asked = Prompt(tokens, session=session)
+        asked = Prompt(tokens, session=session, now_s=request.arrival_s)
         end = request.input_tokens
         if request.output_runs:
             tokens = np.concatenate((tokens, self._source.output_token_array(request)))

@@ -141,6 +141,8 @@ class Prompt:
     extra_keys: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     hints: Hints = field(default_factory=Hints)
     session: str | None = None
+    now_s: float | None = None
+    """When the request was made, for the policies, if that is not now: all requests must tell it then."""
 
     def head(self, tokens: int) -> Prompt:
         """The first `tokens` tokens."""

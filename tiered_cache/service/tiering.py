@@ -71,7 +71,7 @@ class TieringService:
         if geometry is None:
             return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
         chain = prompt.chain(namespace, geometry.block_tokens)
-        found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s)
+        found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s, now_s=prompt.now_s)
         plan = None if found.hit is None else self._plan(found.hit)
         tier = found.hit.tier if found.hit else ""
         return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier)
