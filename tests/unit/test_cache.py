@@ -52,8 +52,9 @@ from tiered_cache.errors import (
 )
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, FrameKey, PrefixChain, Tokens
-from tiered_cache.namespace import descriptor_path
+from tiered_cache.namespace import Namespace, descriptor_path
 from tiered_cache.policy.base import Hints
+from tiered_cache.prefix_tree import plain_name
 from tiered_cache.testing.faults import Fault, FaultyTier
 from tiered_cache.tiers.base import Durability, GetRequest, PutItem, PutOutcome, Reservation, Tier
 from tiered_cache.tiers.disk import DiskTier
@@ -307,7 +308,7 @@ def test_what_cannot_be_restored_is_not_moved(tmp_path: Path) -> None:
         spill(cache, State(SHARDED, some_tokens(9), rank=1))
         cache.trim("host", 1)
         assert (held(cache, "host"), held(cache, "disk")) == ({}, {})
-        assert "frames.disk.put" not in cache.counters()
+        assert not cache.counters().keys() & {"frames.disk.put", "errors.disk.demote"}
 
 
 def test_without_a_tier_below_what_leaves_is_gone_and_the_miss_says_so() -> None:
@@ -712,6 +713,18 @@ def test_a_newer_peers_frame_is_neither_replaced_nor_set_aside() -> None:
         cache.report_bad(FrameKey.parse(path), "version 2")
         assert tier.stat([path]) != [None]
         assert "quarantined.host" not in cache.counters()
+
+
+def test_frames_are_put_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Namespace.of(IDENTITY, MIXED)
+    names = [plain_name(chain_of(MIXED, some_tokens(40)).key("rows", n, 0)) for n in range(4, 44, 4)]
+    size = known.frame_bytes("rows", 4)
+    for limit, wanted in ((3 * size, [3, 3, 3, 1]), (size, [1] * 10), (1, [1] * 10), (1 << 40, [10])):
+        monkeypatch.setattr("tiered_cache.namespace.BATCH_BYTES_MAX", limit)
+        batches = list(known.batches(names))
+        assert list(map(len, batches)) == wanted
+        assert [name for batch in batches for name in batch] == names
+    assert list(known.batches([])) == []
 
 
 # A tier that fails
