@@ -464,7 +464,7 @@ def _read_fixed(view: memoryview, actual_bytes: int | None) -> tuple[int, int, i
     fixed = view[:FIXED_HEADER_BYTES]
     magic, version, size, data_offset, total_bytes, meta_checksum, reserved = _HEADER.unpack_from(fixed)
     if magic != _MAGIC:
-        raise FrameError(f"magic is {magic.hex()}, not {_MAGIC.hex()}")
+        raise FrameError(f"not a frame: the magic is {magic.hex()}, not {_MAGIC.hex()}")
     if version != VERSION:
         raise VersionError(f"frame format {version}; this reader knows {VERSION}")
     if actual_bytes is not None and actual_bytes != total_bytes:
