@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tiered_cache.cache import Kept, Offer, PlannedFrame, Receipt
 from tiered_cache.engines.base import FrameName, HostArray
-from tiered_cache.errors import MissReason
+from tiered_cache.errors import IdentityError, MissReason, TokenError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity, PrefixChain
 from tiered_cache.policy.base import Hints
@@ -143,6 +143,16 @@ class Prompt:
     session: str | None = None
     now_s: float | None = None
     """When the request was made, for the policies, if that is not now: all requests must tell it then."""
+
+    def __post_init__(self) -> None:
+        """Raise `TokenError` for tokens in another form, `IdentityError` for extra keys that no block would have."""
+        tokens = self.tokens
+        if not isinstance(tokens, np.ndarray) or tokens.dtype != np.uint32 or tokens.ndim != 1:
+            form = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+            raise TokenError(f"tokens are uint32 [n], not {form}")
+        for block, keys in self.extra_keys.items():
+            if not isinstance(block, int) or block < 0 or not all(isinstance(key, bytes) for key in keys):
+                raise IdentityError(f"extra keys are bytes of a block from 0 on, not {keys!r} of {block!r}")
 
     def head(self, tokens: int) -> Prompt:
         """The first `tokens` tokens."""
