@@ -122,6 +122,11 @@ def test_a_bad_option_is_named(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "temporary"]
 
 
+def test_an_engine_whose_packages_are_missing_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiered_cache.engines.transformers", None)
+    assert "needs the transformers extra" in refused("replay", "--ray", "none", "--geometry", "transformers:model")
+
+
 @pytest.mark.parametrize("arguments", [["nope"], ["verify"], ["inspect"], ["inspect", "a", "b"], ["replay", "--nope"]])
 def test_a_bad_command_is_one_line(refused: Refused, arguments: list[str]) -> None:
     assert refused(*arguments)

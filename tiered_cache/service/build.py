@@ -83,7 +83,10 @@ def build_engine(settings: WorkerSettings) -> ComputingEngine:
     """A worker's engine on its device. `transformers:DIR` names a model in a local directory."""
     family, _, directory = settings.engine.partition(":")
     if family == "transformers":
-        from tiered_cache.engines.transformers import load_engine
+        try:
+            from tiered_cache.engines.transformers import load_engine
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"engine {settings.engine!r} needs the transformers extra: {error}") from error
 
         return load_engine(
             Path(directory),
