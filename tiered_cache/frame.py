@@ -30,7 +30,8 @@ of the table. D is H rounded up to a multiple of 4096 if the stored bytes of all
 frame. Positions are not stored, so that there can be no overlap and no hole but the padding, and readers check that
 the padding is zero. A frame therefore has no byte that is not covered by a check.
 
-Readers check in this order: magic, version, length, header checksum, limits, meta checksum, canonical form, the table's
+The first 64 bytes mean the same in every version, so that a flipped bit in the version is not taken for a newer writer.
+Readers check in this order: magic, header checksum, version, length, limits, meta checksum, canonical form, the table's
 own sense, key, identity, geometry, room; then padding; then for each section its checksum and, into memory of exactly
 the declared size, its decoding. Nothing is allocated from a number that has not been checked. Checksums find
 accidents, not attackers.
@@ -465,12 +466,12 @@ def _read_fixed(view: memoryview, actual_bytes: int | None) -> tuple[int, int, i
     magic, version, size, data_offset, total_bytes, meta_checksum, reserved = _HEADER.unpack_from(fixed)
     if magic != _MAGIC:
         raise FrameError(f"not a frame: the magic is {magic.hex()}, not {_MAGIC.hex()}")
+    if _U64.unpack_from(fixed, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(fixed[: _HEADER.size]):
+        raise ChecksumError("the header's checksum does not hold")
     if version != VERSION:
         raise VersionError(f"frame format {version}; this reader knows {VERSION}")
     if actual_bytes is not None and actual_bytes != total_bytes:
         raise TruncatedError(f"{actual_bytes} bytes, the frame declares {total_bytes}")
-    if _U64.unpack_from(fixed, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(fixed[: _HEADER.size]):
-        raise ChecksumError("the header's checksum does not hold")
     if not FIXED_HEADER_BYTES < size <= HEADER_BYTES_MAX or any(reserved):
         raise FrameError(f"a header of {size} bytes, reserved {reserved.hex()}")
     return size, data_offset, total_bytes, meta_checksum

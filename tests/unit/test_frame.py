@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 from hypothesis import given, settings
 
 from tiered_cache import codecs, frame
@@ -334,6 +335,9 @@ def test_what_cannot_be_a_frame_is_not_written() -> None:
 def test_another_version_is_no_corruption() -> None:
     data = bytearray(encoded_bytes(frame_of(MIXED), MIXED))
     data[8] = 2
+    with pytest.raises(ChecksumError, match="header"):  # a flipped bit, and no newer writer
+        frame.read_header(data)
+    data[56:64] = xxhash.xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
     with pytest.raises(VersionError, match="frame format 2; this reader knows 1"):
         frame.read_header(data)
 
