@@ -10,7 +10,7 @@ import pytest
 from tiered_cache.errors import ConfigError
 from tiered_cache.policy.base import Hints
 from tiered_cache.policy.names import POLICIES
-from tiered_cache.replay.simulate import Model, RunChain, TierModel, hints_of, offline_bounds, simulate
+from tiered_cache.replay.simulate import SAMPLES_MAX, Model, RunChain, TierModel, hints_of, offline_bounds, simulate
 from tiered_cache.replay.traces import SAMPLE_PATH, Trace, TraceRequest
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
@@ -49,6 +49,7 @@ def test_every_policy_lies_below_the_bound_and_ends_with_live_weight_only(policy
     assert result.dead_bytes_peak == 0
     assert all(sample.stored_bytes["host"] <= capacity for sample in result.samples)
     assert result.samples[-1].hit_tokens == result.hit_tokens
+    assert len(result.samples) <= SAMPLES_MAX
     json.dumps(result.to_document())
 
 

@@ -319,8 +319,8 @@ def simulate(
     policies = [build_policy(policy, seed + number) for number in range(len(tiers))]
     simulation = Simulation(tiers, policies, block_tokens, model)
     result = SimulationResult(policy, tuple(tiers), block_tokens)
-    every = max(1, len(requests) // SAMPLES_MAX)
-    dead_every = max(1, len(requests) // DEAD_SAMPLES_MAX)
+    every = max(1, -(-len(requests) // SAMPLES_MAX))
+    dead_every = max(1, -(-len(requests) // DEAD_SAMPLES_MAX))
     started_s = time.perf_counter()
     for number, request in enumerate(requests):
         prompt = RunChain(request.runs, trace_block_tokens, stride)
