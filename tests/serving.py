@@ -19,6 +19,7 @@ MODELS = ("qsa-ple-gdn:small", "mla-dsa-kda:small")
 """Paged KV, QSA, PLE, gated delta net; MLA, DSA, KDA. Blocks of 16 tokens."""
 BLOCK = 16
 DEADLINE_S = 20.0
+NO_HINTS = Hints()
 
 
 class Served(NamedTuple):
@@ -50,9 +51,16 @@ def _computed(model: str, raw: bytes) -> StateMark:
     return StateMark(len(tokens), engine.digest(sequence), engine.output(sequence))
 
 
-def compute(cluster: Cluster, tokens: Tokens, *, room: int = 64, deadline_s: float = DEADLINE_S) -> Served:
+def compute(
+    cluster: Cluster,
+    tokens: Tokens,
+    *,
+    room: int = 64,
+    deadline_s: float = DEADLINE_S,
+    hints: Hints = NO_HINTS,
+) -> Served:
     """Place a request and run it; its sequence stays on the worker, and nothing is spilled."""
-    prompt = Prompt(tokens)
+    prompt = Prompt(tokens, hints=hints)
     placement = cluster.router.place(cluster.namespace, prompt, len(tokens) + room, deadline_s=deadline_s)
     place = placement.restored.source if placement.restored else placement.lease
     assert place is not None
@@ -67,10 +75,11 @@ def serve(
     *,
     room: int = 64,
     deadline_s: float = DEADLINE_S,
+    hints: Hints = NO_HINTS,
 ) -> Served:
     """Place a request, run it, spill its checkpoints, release it."""
-    served = compute(cluster, tokens, room=room, deadline_s=deadline_s)
+    served = compute(cluster, tokens, room=room, deadline_s=deadline_s, hints=hints)
     owner, node, run = served.placement.owner, served.placement.node, served.run
-    spill = cluster.tierings[node].spill(run.offer, durability, Hints(), None, deadline_s=deadline_s)
+    spill = cluster.tierings[node].spill(run.offer, durability, hints, None, deadline_s=deadline_s)
     cluster.workers[owner].release(run.source, deadline_s=deadline_s)
     return served._replace(spill=spill)

@@ -360,6 +360,8 @@ def forget_everything(cache: TieredCache) -> None:
     """Drop all that there is; whatever is still known then has leaked."""
     for pin in list(cache._pins):
         cache.unpin(pin)
+    for pin in list(cache._index._pins):  # those of hints
+        cache._index.unpin(pin)
     for level in reversed(cache._levels):
         others = [entry.bytes for entry in level.tier.list() if not is_known(cache, entry.path)]
         others += [entry.bytes for entry in level.tier.quarantined()]

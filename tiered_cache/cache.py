@@ -53,6 +53,7 @@ from tiered_cache.index import (
 from tiered_cache.level import CacheState, Level, StoredFrame, key_of
 from tiered_cache.namespace import BAD, Namespace
 from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
+from tiered_cache.policy.lifetimes import Lifetimes
 from tiered_cache.tiers.base import Durability, Reservation, Tier, TierUsage
 
 Bytes = npt.NDArray[np.uint8]
@@ -272,6 +273,7 @@ class TieredCache:
         self._pin_ends: list[tuple[float, int]] = []
         self._left: list[PrefixId] = []  # private checkpoints whose pin has ended; to be dropped
         self._numbers = itertools.count(1)
+        self._lifetimes = Lifetimes(self._index, [level.name for level in levels])
 
     # Namespaces
 
@@ -328,6 +330,7 @@ class TieredCache:
         """
         if now_s is not None:
             self._state.tell(now_s)
+        self._drop_expired()
         with self._lock:
             self._counters["lookups"] += 1
             number, clock_s, policy_s = next(self._numbers), self._clock(), self._state.policy_s()
@@ -341,6 +344,7 @@ class TieredCache:
             self._remember(number, _Running(request, take_at))
             hit = None
             if found.tokens:
+                self._lifetimes.restored(chain, found, hints, clock_s)
                 pin = None if pin_s is None else self._pin([found.prefix], None, clock_s + pin_s)
                 hit = self._hit(found.tokens, self._index.support(chain, found.tokens), pin)
                 self._counters["hits"] += 1
@@ -400,6 +404,12 @@ class TieredCache:
             left, self._left = self._left, []
         for level in self._levels if left else ():
             level.drop((prefix, RemovalReason.DISCARDED) for prefix in left)
+
+    def _drop_expired(self) -> None:
+        with self._lock:
+            expired = self._lifetimes.expired(self._clock())
+        for level in self._levels if expired else ():
+            level.drop((prefix, RemovalReason.EXPIRED) for prefix in expired)
 
     def fetch(
         self, keys: Sequence[FrameKey], bytes_max: int, lineages: Sequence[int] | None = None
@@ -471,8 +481,12 @@ class TieredCache:
         try:
             if required is not None and stops:
                 self._drop_left()
+                self._drop_expired()
                 for level in self._levels:
                     level.tidy()
+                if not offer.private:
+                    with self._lock:
+                        self._lifetimes.left(offer, stops, hints, self._clock())
                 declined += self._admit_to(required, offer, stops, known, grant.targets)
                 if not offer.private:
                     self._admit_above(required, offer, stops, known, grant.targets)
@@ -585,7 +599,7 @@ class TieredCache:
             request = running.request if running else Request(offer, len(offer) - offer.output_tokens)
             wanted = set() if running else set(stops)
             for number, level in enumerate(self._levels):
-                wanted.update(level.policy.finish(request, offer, offer.output_tokens, self._state.policy_s()))
+                wanted.update(level.policy.finish(request, offer, offer.output_tokens, hints, self._state.policy_s()))
                 wanted.update(running.take_at[number] if running else ())
         declined = [(n, DeclineReason.NOT_ASKED_FOR) for n in stops if n not in wanted]
         if hints.will_not_return and len(offer) in wanted:

@@ -15,6 +15,7 @@ class MissReason(enum.StrEnum):
 
     NOT_STORED = "not_stored"  # no frame of this prefix was ever offered, or none reached a tier
     EVICTED = "evicted"  # was stored; the policy dropped it
+    EXPIRED = "expired"  # was stored; the time to live that its caller gave it was over
     NO_CHECKPOINT = "no_checkpoint"  # rows are there, the carries at a usable length are not
     WINDOW_GONE = "window_gone"  # rows and carries are there, the window's last blocks are not
     SHARD_MISSING = "shard_missing"  # not every rank's frame is there

@@ -63,6 +63,7 @@ _MISS_AFTER = {
     RemovalReason.ABANDONED: MissReason.NOT_STORED,
     RemovalReason.QUARANTINED: MissReason.QUARANTINED,
     RemovalReason.LOST: MissReason.LOST,
+    RemovalReason.EXPIRED: MissReason.EXPIRED,
 }
 
 
@@ -383,6 +384,13 @@ class PrefixIndex:
     def anchor(self, chain: Chain, tokens: int) -> PrefixId:
         """The deepest known block end at or before `tokens`."""
         return self._deepest(chain, tokens // chain.block_tokens).prefix
+
+    def ends(self, chain: Chain, tokens: int, prefix: PrefixId) -> list[PrefixId]:
+        """The checkpoint at `tokens`; where block ends own no frames, with those before it, the longer ones first."""
+        if self._tree.layouts[chain.namespace].carries:
+            return [prefix]
+        blocks = map(chain.block_hash, range(tokens // chain.block_tokens, 0, -1))
+        return list(dict.fromkeys([prefix, *blocks]))
 
     def chain_to(self, prefix: PrefixId) -> KnownChain | None:
         """The path to a shared checkpoint, from the names of its frames; None if part of it is not known."""

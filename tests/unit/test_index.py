@@ -118,7 +118,7 @@ def test_a_private_copy_is_found_by_its_lineage_alone_and_goes_as_one() -> None:
     ("removal", "miss"),
     [
         (RemovalReason.EVICTED, MissReason.EVICTED),
-        (RemovalReason.EXPIRED, MissReason.EVICTED),
+        (RemovalReason.EXPIRED, MissReason.EXPIRED),
         (RemovalReason.QUARANTINED, MissReason.QUARANTINED),
         (RemovalReason.LOST, MissReason.LOST),
         (RemovalReason.ABANDONED, MissReason.NOT_STORED),

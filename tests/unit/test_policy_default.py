@@ -160,7 +160,6 @@ def ends(harness: PolicyHarness) -> set[int]:
         (Hints(priority=1), Hints()),
         (Hints(), Hints(priority=-1)),
         (Hints(returns_in_s=4.0), Hints()),
-        (Hints(), Hints(ttl_s=0.5)),
     ],
 )
 def test_hints_decide_who_stays(favoured: Hints, others: Hints) -> None:
@@ -171,13 +170,6 @@ def test_hints_decide_who_stays(favoured: Hints, others: Hints) -> None:
         harness.request([number] * 8, [number] * 9, float(number), others)
     assert 1 in ends(harness)
     assert len(ends(harness)) < 8
-
-
-def test_the_end_of_a_session_that_is_over_is_not_kept() -> None:
-    harness = PolicyHarness(DefaultPolicy(0))
-    harness.request([1] * 4, [1] * 5, 0.0, Hints(will_not_return=True))
-    harness.request([2] * 4, [2] * 5, 1.0)
-    assert ends(harness) == {2}
 
 
 def test_proposals_change_nothing_until_they_are_committed() -> None:

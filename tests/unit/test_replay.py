@@ -132,7 +132,7 @@ def predicted_hit_tokens(settings: ReplaySettings, trace: Trace) -> Iterator[int
         )
         if not len(known):
             continue
-        take_at |= set(policy.finish(asked, known, 0, now_s))
+        take_at |= set(policy.finish(asked, known, 0, Hints(), now_s))
         new = index.candidates(known, take_at, "host", footprint)
         if not new:
             continue

@@ -3,7 +3,7 @@
 There is one policy object for each tier. A cache and a simulator drive the same object, in this order for a request:
 
     take_at = policy.start(request, match, hints, now_s, view)          # before the prompt is computed
-    take_at += policy.finish(request, chain, output_tokens, now_s)      # after the last token
+    take_at += policy.finish(request, chain, output_tokens, hints, now_s)      # after the last token
     new = index.candidates(chain, take_at, tier, frame_bytes)
     proposal = policy.propose(new, free_bytes, pinned, now_s, view)     # drop these, in this order, then take those
     policy.commit(added, dropped, now_s, view)                          # what really happened, losses and recovery too
@@ -13,27 +13,41 @@ A policy is deterministic: the same calls and the same seed give the same answer
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
+from tiered_cache.errors import ConfigError
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a caller knows about one sequence's future; every field may be left out, and none is trusted for safety."""
+    """What a caller knows about one sequence's future; every field may be left out, and none is trusted for safety.
+
+    Times are durations, finite and not negative, from when the cache hears of them and on its clock: a caller in
+    another process needs to know nothing of that. Pins, times to live and `will_not_return` are honoured outside the
+    policies (`lifetimes.py`), so whichever there is; `priority` and `returns_in_s` by the policies that say so:
+    `default` does. Raises `ConfigError` for what is no duration.
+    """
 
     priority: int = 0
     """Lower ones are dropped first, whatever the policy thinks of them."""
-    pin_until_s: float | None = None
-    """Not to be dropped before this time, on the clock of `now_s`."""
+    pin_s: float | None = None
+    """Not to be dropped for so long: what is restored and what is left, if a tier has taken it."""
     ttl_s: float | None = None
-    """Worthless this long after its last use."""
+    """Worthless this long after its last use. What others have left before, for longer or for good, stays so."""
     returns_in_s: float | None = None
     """The session is expected back about then: the length of a tool call, say."""
     will_not_return: bool = False
     """The session is over: its last state is not worth keeping."""
+
+    def __post_init__(self) -> None:
+        for name in ("pin_s", "ttl_s", "returns_in_s"):
+            value: float | None = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"hint {name} is {value}, not a duration")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +76,11 @@ class CachePolicy(ABC):
         """A request begins, with `match.tokens` restored; returns the lengths within the prompt to checkpoint."""
 
     @abstractmethod
-    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
-        """A request has ended; `chain` holds all its tokens. Returns the lengths at its end to checkpoint."""
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
+        """A request has ended; `chain` holds all its tokens. Returns the lengths at its end to checkpoint.
+
+        `hints` may say more than those at its start: that it ended in a tool call, or for good.
+        """
 
     @abstractmethod
     def propose(

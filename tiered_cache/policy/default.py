@@ -4,14 +4,15 @@ A ghost tree of metadata remembers prefixes that are long gone, so that a branch
 that is not held any more. Checkpoints are taken there and at the end. A model that learns from every use says what it
 is worth to keep a prefix for one more second (`predictor.py`, `hazard.py`); a checkpoint's score is that worth, times
 the tokens it saves beyond the nearest checkpoint above it, over the bytes that only it needs. The least of a random
-sample goes first, the new one among them.
+sample goes first, the new one among them. Of the hints, `returns_in_s` is believed by the model, and what has a lower
+`priority` goes before all others.
 """
 
+# ruff: noqa: ARG002
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 from tiered_cache.policy.base import Hints, Proposal, Request
@@ -26,14 +27,6 @@ ARRIVALS_MAX = 1024
 """How many requests between start and end are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A request between its start and its end."""
-
-    arrival: Arrival
-    hints: Hints
-
-
 class DefaultPolicy(MirrorPolicy):
     """Scores what it holds by what it has learned, and follows LRU while that is better."""
 
@@ -42,12 +35,12 @@ class DefaultPolicy(MirrorPolicy):
         self.predictor = Predictor(self.tree)
         self.floor = LruFloor(self.tree)
         self._recency = Recency(self.held)
-        self._running: OrderedDict[Request, _Running] = OrderedDict()
+        self._running: OrderedDict[Request, Arrival] = OrderedDict()
+        """Requests between their start and their end."""
         self._largest_own_bytes = 0
         self._capacity_bytes = 0
         self._priorities: dict[GhostNode, int] = {}
         """Of the nodes with another priority than 0."""
-        self._expiries: dict[GhostNode, float] = {}
         self.tree.on_forget.append(self._forget)
 
     def start(self, request: Request, match: Match, hints: Hints, now_s: float, resident: TierView) -> tuple[int, ...]:
@@ -57,7 +50,7 @@ class DefaultPolicy(MirrorPolicy):
             self._recency.use(resumed)
         self.floor.arrive(chain, match.tokens)
         arrival = self.predictor.arrive(chain, request.input_tokens, now_s, resumed)
-        self._running[request] = _Running(arrival, hints)
+        self._running[request] = arrival
         if len(self._running) > ARRIVALS_MAX:
             self._running.popitem(last=False)
         branch_tokens = arrival.common * chain.block_tokens
@@ -65,21 +58,18 @@ class DefaultPolicy(MirrorPolicy):
             return ()
         node = self.expect(chain, branch_tokens)
         self.predictor.took_branch(arrival, node)
-        self._heed(node, hints, now_s)
+        self._heed(node, hints)
         return (branch_tokens,)
 
-    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
-        running = self._running.pop(request, None)
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
+        arrival = self._running.pop(request, None)
         if not len(chain):
             return ()
         node = self.expect(chain, len(chain))
-        if running is not None:
-            returns_in_s = running.hints.returns_in_s
-            self.predictor.end(running.arrival, node, output_tokens, chain.block_tokens, returns_in_s)
-            self._heed(node, running.hints, now_s)
+        if arrival is not None:
+            self.predictor.end(arrival, node, output_tokens, chain.block_tokens, hints.returns_in_s)
+        self._heed(node, hints)
         self.floor.end(node, self._largest_own_bytes, self.block_bytes, self._capacity_bytes)
-        if running is not None and running.hints.will_not_return:
-            return ()
         return (len(chain),)
 
     def propose(
@@ -107,9 +97,6 @@ class DefaultPolicy(MirrorPolicy):
                 self._recency.use(node)
 
     def choose(self, now_s: float) -> GhostNode | None:
-        expired = next((n for n, at_s in self._expiries.items() if at_s < now_s and n in self.held), None)
-        if expired is not None:
-            return expired
         nodes = self._of_least_priority() if self._priorities else None
         if nodes is None and self.floor.follows_lru:
             return self._recency.pop()
@@ -128,19 +115,14 @@ class DefaultPolicy(MirrorPolicy):
         least = min((self._priorities.get(node, 0) for node in self.held.own_bytes), default=0)
         return [node for node in self.held.own_bytes if self._priorities.get(node, 0) == least]
 
-    def _heed(self, node: GhostNode, hints: Hints, now_s: float) -> None:
+    def _heed(self, node: GhostNode, hints: Hints) -> None:
         if hints.priority:
             self._priorities[node] = hints.priority
         else:
             self._priorities.pop(node, None)
-        if hints.ttl_s is not None:
-            self._expiries[node] = now_s + hints.ttl_s
-        else:
-            self._expiries.pop(node, None)
 
     def _forget(self, node: GhostNode) -> None:
         self._priorities.pop(node, None)
-        self._expiries.pop(node, None)
 
     def _saved_per_byte(self, node: GhostNode) -> float:
         """Blocks saved beyond the next checkpoint above, over the bytes freed without this one.
@@ -165,5 +147,5 @@ class DefaultPolicy(MirrorPolicy):
         return saved / max(1, bytes_)
 
     def state_bytes(self) -> int:
-        own = 100 * (len(self._recency) + len(self._priorities) + len(self._expiries)) + 500 * len(self._running)
+        own = 100 * (len(self._recency) + len(self._priorities)) + 500 * len(self._running)
         return super().state_bytes() + self.predictor.state_bytes() + self.floor.state_bytes() + own

@@ -16,6 +16,6 @@ class EveryBlockPolicy(LruPolicy):
         step = request.chain.block_tokens
         return tuple(range((match.tokens // step + 1) * step, request.chain.blocks * step + 1, step))
 
-    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
         step = chain.block_tokens
         return tuple(range((request.chain.blocks + 1) * step, chain.blocks * step + 1, step))

@@ -32,7 +32,7 @@ class LruPolicy(CachePolicy):
             self._use([match.prefix], resident)
         return (match.branch_tokens,) if match.branch_tokens > match.tokens else ()
 
-    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
         return (len(chain),) if len(chain) else ()
 
     def propose(

@@ -67,7 +67,7 @@ class MarconiPolicy(MirrorPolicy):
         self._admit(self.expect(request.chain, match.branch_tokens))
         return (match.branch_tokens,)
 
-    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
         if not len(chain):
             return ()
         self._admit(self.expect(chain, len(chain)))

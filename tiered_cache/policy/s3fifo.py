@@ -40,7 +40,7 @@ class S3FifoPolicy(CachePolicy):
             self._uses[match.prefix] = min(USES_MAX, self._uses[match.prefix] + 1)
         return (match.branch_tokens,) if match.branch_tokens > match.tokens else ()
 
-    def finish(self, request: Request, chain: Chain, output_tokens: int, now_s: float) -> tuple[int, ...]:
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
         return (len(chain),) if len(chain) else ()
 
     def propose(

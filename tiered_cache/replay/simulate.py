@@ -19,6 +19,7 @@ from tiered_cache.identity import CHECKPOINT
 from tiered_cache.index import Candidate, Chain, FrameName, Layout, PrefixId, PrefixIndex, RemovalReason
 from tiered_cache.policy.base import CachePolicy, Hints, Request
 from tiered_cache.policy.ghost import GhostNode, GhostTree
+from tiered_cache.policy.lifetimes import Lifetimes
 from tiered_cache.policy.names import build_policy
 from tiered_cache.replay.bounds import Access, PathTree, feasible_bound, upper_bound
 from tiered_cache.replay.traces import TraceRequest
@@ -188,6 +189,7 @@ class Simulation:
         assert len(tiers) == len(policies) > 0
         self.index = PrefixIndex([tier.name for tier in tiers])
         self.index.register(Layout(0, _ROOT, block_tokens, carries=model.checkpoint_bytes > 0))
+        self._lifetimes = Lifetimes(self.index, [tier.name for tier in tiers])
         self.written_bytes: Counter[str] = Counter()
         self.read_bytes: Counter[str] = Counter()
         self.removals: Counter[str] = Counter()
@@ -212,14 +214,20 @@ class Simulation:
         Returns tokens restored, why not more (`""` if all), the slowest tier needed (`""` for a miss), seconds saved.
         """
         self._now_s = now_s
+        self._drop_expired()
         match = self.index.longest(prompt, input_tokens - 1)
+        if match.tokens:
+            self._lifetimes.restored(prompt, match, hints, now_s)
         request = Request(prompt, input_tokens)
         take_at: set[int] = set()
         for policy, view in zip(self._policies, self._views, strict=True):
             take_at.update(policy.start(request, match, hints, now_s, view))
         slowest, saved_s = self._restore(prompt, match.tokens)
         for policy in self._policies:
-            take_at.update(policy.finish(request, whole, output_tokens, now_s))
+            take_at.update(policy.finish(request, whole, output_tokens, hints, now_s))
+        if hints.will_not_return:
+            take_at.discard(len(whole))
+        self._lifetimes.left(whole, sorted(take_at), hints, now_s)
         self._offer(0, whole, sorted(take_at))
         return match.tokens, str(match.reason or ""), slowest, saved_s
 
@@ -281,16 +289,22 @@ class Simulation:
         """Drop checkpoints, after the tier below had its chance."""
         if not prefixes:
             return
-        tier = self._tiers[number].name
         moved = set()
         if number + 1 < len(self._tiers):
             for prefix in prefixes:
                 chain = self.index.chain_to(prefix)
                 if chain is not None and self._offer(number + 1, chain, [len(chain)]):
                     moved.add(prefix)
-        dropped = []
-        for prefix in prefixes:
-            reason = RemovalReason.MOVED if prefix in moved else RemovalReason.EVICTED
+        self._remove(number, [(p, RemovalReason.MOVED if p in moved else RemovalReason.EVICTED) for p in prefixes])
+
+    def _drop_expired(self) -> None:
+        expired = [(prefix, RemovalReason.EXPIRED) for prefix in self._lifetimes.expired(self._now_s)]
+        for number in range(len(self._tiers)) if expired else ():
+            self._remove(number, expired)
+
+    def _remove(self, number: int, chosen: Sequence[tuple[PrefixId, RemovalReason]]) -> None:
+        tier, dropped = self._tiers[number].name, []
+        for prefix, reason in chosen:
             if self.index.drop(prefix, tier, reason):
                 dropped.append((prefix, reason))
                 self.removals[f"{tier}.{reason}"] += 1
