@@ -86,8 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _tell(error.format_message(), BAD_INPUT)  # type: ignore[attr-defined]
     except (TieredCacheError, OSError, MemoryError) as error:
         return _tell(_what(error), BAD_INPUT)
-    except _Stopped as error:
-        return _tell("interrupted", 128 + error.signal)
+    except (_Stopped, SystemError) as error:
+        stopped = error if isinstance(error, _Stopped) else error.__cause__
+        if not isinstance(stopped, _Stopped):
+            raise
+        return _tell("interrupted", 128 + stopped.signal)
     return status if isinstance(status, int) else 0
 
 
@@ -638,7 +641,10 @@ def _what(error: Exception) -> str:
 
 
 class _Stopped(BaseException):
-    """A signal asked the process to end. Not a `KeyboardInterrupt`, which typer would turn into silence."""
+    """A signal asked the process to end. Not a `KeyboardInterrupt`, which typer would turn into silence.
+
+    Compiled code that ignores an exception it has met, such as Ray's, makes the cause of a `SystemError` of it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

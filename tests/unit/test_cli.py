@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import stat
 import tempfile
 from importlib.metadata import version
@@ -208,3 +209,17 @@ def test_verify_names_each_bad_file(trace: Path, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr() == ("", "")
     assert [bad["path"] for bad in result["bad"]] == [str(path.relative_to(kept)) for path in (first, second)]
     assert all(bad["error"] for bad in result["bad"])
+
+
+def test_a_signal_in_compiled_code_ends_a_command_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def returns_a_result_with_an_exception_set(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            raise SystemError("returned a result with an exception set") from error
+
+    monkeypatch.setattr(cli, "run_replay", returns_a_result_with_an_exception_set)
+    assert main([*REPLAY, "--requests", "1", "--quiet"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "tiered-cache: interrupted\n"
