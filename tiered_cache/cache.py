@@ -183,6 +183,8 @@ class Hit:
     pin: int | None
     tier: str
     """The slowest tier that one of the frames has to come from."""
+    bytes_stored: int
+    """What the frames take up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +369,8 @@ class TieredCache:
             for place in places
         )
         slowest = max((self._order[place.copies[0][0]] for place in places), default=0)
-        return Hit(tokens, frames, pin, self._levels[slowest].name)
+        size = sum(place.copies[0][1] for place in places)
+        return Hit(tokens, frames, pin, self._levels[slowest].name, size)
 
     def _pin(self, prefixes: Iterable[PrefixId], private: PrefixId | None, until_s: float) -> int:
         pins = tuple(self._index.pin(prefix, until_s) for prefix in prefixes)

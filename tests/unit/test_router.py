@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from serving import some_tokens
+from spilling import Clock
 
 from tiered_cache.cache import Offer, PlannedFrame
 from tiered_cache.errors import (
@@ -25,6 +26,7 @@ from tiered_cache.errors import (
     VersionError,
 )
 from tiered_cache.identity import FrameKey
+from tiered_cache.service.estimate import PROBE_EVERY
 from tiered_cache.service.local import InlineExecutor
 from tiered_cache.service.messages import (
     Bid,
@@ -54,6 +56,9 @@ class FakeOwner:
     node: str = "a"
     bytes_free: int = 1000
     resident_tokens: int = 0
+    tokens_per_s: float | None = None
+    clock: Clock | None = None
+    inject_s: float = 0.0
     errors: dict[str, BaseException] = field(default_factory=dict)
     stuck: threading.Event | None = None
     calls: list[str] = field(default_factory=list)
@@ -69,7 +74,7 @@ class FakeOwner:
 
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
         self._called("bid", deadline_s)
-        return Bid(self.name, 1, self.node, self.bytes_free, self.resident_tokens)
+        return Bid(self.name, 1, self.node, self.bytes_free, self.resident_tokens, self.tokens_per_s)
 
     def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
         self._called("reserve", deadline_s)
@@ -79,6 +84,8 @@ class FakeOwner:
         self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
     ) -> Restored:
         self._called("inject", deadline_s)
+        if self.clock is not None:
+            self.clock.now_s += self.inject_s
         return Restored(SequenceRef(self.name, 1, 1, 1), plan.tokens, 100)
 
     def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
@@ -99,6 +106,7 @@ class FakeTiering:
 
     node: str = "a"
     tokens: int = 32
+    bytes_stored: int = 1000
     reason: MissReason = MissReason.NOT_STORED
     errors: dict[str, BaseException] = field(default_factory=dict)
     pins: set[int] = field(default_factory=set)
@@ -120,7 +128,7 @@ class FakeTiering:
         self._called("match", deadline_s)
         if not self.tokens:
             return MatchReply(None, self.reason, (16,), 1, (b"0" * 32,))
-        return MatchReply(self.plan(), None, (16,), 1, (b"0" * 32,))
+        return MatchReply(self.plan(), None, (16,), 1, (b"0" * 32,), "host", self.bytes_stored)
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         self._called("unpin", deadline_s)
@@ -143,13 +151,20 @@ class FakeTiering:
 
 
 def router_of(
-    owners: list[FakeOwner], tierings: list[FakeTiering], executor: Executor | None = None, **settings: float
+    owners: list[FakeOwner],
+    tierings: list[FakeTiering],
+    executor: Executor | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    load_or_recompute: bool = False,
+    **settings: float,
 ) -> RestoreRouter:
     return RestoreRouter(
         {owner.name: owner for owner in owners},
         {tiering.node: tiering for tiering in tierings},
         executor or InlineExecutor(),
-        settings=RouterSettings(**settings),
+        settings=RouterSettings(load_or_recompute=load_or_recompute, **settings),
+        clock=clock,
     )
 
 
@@ -276,6 +291,37 @@ def test_no_room_anywhere_is_the_one_error_that_is_left() -> None:
         router_of([FakeOwner("x", errors={"bid": TierError("dead")})], [tiering]).place(
             NAMESPACE, PROMPT, 100, deadline_s=5
         )
+
+
+# Load or compute
+
+
+def test_what_is_sooner_computed_than_loaded_is_computed_until_it_no_longer_is() -> None:
+    clock = Clock()
+    owner, tiering = FakeOwner("x", tokens_per_s=100.0, clock=clock, inject_s=0.5), FakeTiering()  # 0.32 s to compute
+    router = router_of([owner], [tiering], clock=clock, load_or_recompute=True)
+
+    def place() -> MissReason | None:
+        placement = router.place(NAMESPACE, PROMPT, 100, deadline_s=5)
+        assert not tiering.pins
+        assert (placement.lease == 7) is (placement.restored is None)
+        return placement.reason
+
+    assert place() is None, "nothing is known yet"
+    owner.inject_s = 0.01
+    assert [place() for _ in range(PROBE_EVERY - 1)] == [MissReason.FASTER_TO_COMPUTE] * (PROBE_EVERY - 1)
+    assert [place() for _ in range(PROBE_EVERY + 3)].count(None) > 3, "one was loaded all the same, and was fast"
+    owner.tokens_per_s = None
+    assert place() is None
+    counters = router.counters()
+    assert counters["misses.faster_to_compute"] + counters["restores"] == 2 * PROBE_EVERY + 4
+
+
+def test_estimates_are_not_asked_unless_they_are_wanted() -> None:
+    clock = Clock()
+    owner = FakeOwner("x", tokens_per_s=100.0, clock=clock, inject_s=0.5)
+    router = router_of([owner], [FakeTiering()], clock=clock)
+    assert [router.place(NAMESPACE, PROMPT, 100, deadline_s=5).restored_tokens for _ in range(3)] == [32] * 3
 
 
 # Deadlines

@@ -75,6 +75,8 @@ class Bid(NamedTuple):
     bytes_free: int
     resident_tokens: int
     """How much of the prompt one of its live sequences already holds."""
+    tokens_per_s: float | None = None
+    """How fast it computes prompts, as measured lately; None if it has not, or cannot know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class MatchReply:
     """h(0) .. h(blocks) of the prompt."""
     tier: str = ""
     """The deepest tier that a frame of the plan has to come from."""
+    bytes_stored: int = 0
+    """What the plan's frames take up."""
 
 
 @dataclass(frozen=True, slots=True)

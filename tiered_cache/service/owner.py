@@ -36,6 +36,7 @@ from tiered_cache.errors import (
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, Identity, PrefixChain, Tokens, namespace_of
 from tiered_cache.service.deadline import Clock, Deadline
+from tiered_cache.service.estimate import RecentMedian
 from tiered_cache.service.messages import (
     Bid,
     Parcel,
@@ -54,6 +55,8 @@ from tiered_cache.service.messages import (
 
 FETCH_BYTES_MAX = 256 << 20
 """How much one call for stored frames may bring; a longer state comes in several."""
+MEASURED_TOKENS_MIN = 64
+"""Of how many tokens a computation must be to say how fast prompts are computed: a step of decoding does not."""
 WAIT_S = 30.0
 """How long a call without a deadline of its own waits for a sequence that is in use."""
 
@@ -103,6 +106,7 @@ class SequenceOwner:
         self._sequences: dict[int, _Tracked] = {}
         self._leases: dict[int, _Lease] = {}
         self._counter = 0
+        self._tokens_per_s = RecentMedian()
 
     def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]:
         """What the sequences here are of."""
@@ -118,9 +122,10 @@ class SequenceOwner:
         self._drop_expired_leases()
         with self._lock:
             chains = [tracked.chain for tracked in self._sequences.values()]
+            tokens_per_s = self._tokens_per_s.value()
         shared = max((_common_blocks(chain.block_hashes(), hashes) for chain in chains), default=0)
         resident_tokens = shared * self.engine.geometry.block_tokens
-        return Bid(self.name, self.generation, self.node, self.engine.bytes_free(), resident_tokens)
+        return Bid(self.name, self.generation, self.node, self.engine.bytes_free(), resident_tokens, tokens_per_s)
 
     def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
         """Room for a sequence that may grow to `tokens` tokens, held for `lease_s` seconds; returns the lease.
@@ -268,7 +273,12 @@ class SequenceOwner:
         """Compute further tokens: uint32, shape [k]."""
         with self._held(source) as tracked:
             self._running(tracked)
+            started_s = self._clock()
             self._computing().extend(tracked.handle, tokens)
+            elapsed_s = self._clock() - started_s
+            if len(tokens) >= MEASURED_TOKENS_MIN and elapsed_s > 0:
+                with self._lock:
+                    self._tokens_per_s.add(len(tokens) / elapsed_s)
             self._append(tracked, tokens)
 
     def advance(self, source: SequenceRef, tokens: Tokens) -> None:

@@ -36,6 +36,7 @@ from tiered_cache.errors import (
 )
 from tiered_cache.identity import FrameKey
 from tiered_cache.service.deadline import Clock, Deadline
+from tiered_cache.service.estimate import LoadEstimate
 from tiered_cache.service.messages import (
     Bid,
     MatchReply,
@@ -90,6 +91,8 @@ class RouterSettings:
     """How long a node or a worker may take to answer what it has; one that does not is left out."""
     suspend_pin_s: float = 3600.0
     """How long a suspended sequence's frames are kept for it."""
+    load_or_recompute: bool = False
+    """Restore only what is expected to be there sooner than it would be computed, by what both took lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class RestoreRouter:
         self._clock = clock
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        self._estimate = LoadEstimate()
         self._chosen: dict[str, int] = {}  # owner -> number of the last request it was given
 
     def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
@@ -163,7 +167,10 @@ class RestoreRouter:
                 attempt.reason = attempt.reason or why
                 break
             try:
-                outcome = self._restore(plan, prompt, b"", capacity_tokens, bids, attempt)
+                if self._is_faster_to_compute(replies[plan.node], plan, bids):
+                    attempt.reason = MissReason.FASTER_TO_COMPUTE
+                    break
+                outcome = self._restore(plan, prompt, b"", capacity_tokens, bids, attempt, replies[plan.node])
             finally:
                 self._unpin_all(replies, attempt.deadline)
             if isinstance(outcome, Restored):
@@ -245,16 +252,19 @@ class RestoreRouter:
         capacity_tokens: int,
         bids: Sequence[Bid],
         attempt: _Attempt,
+        reply: MatchReply | None = None,
     ) -> Restored | Then:
         """Try the workers, best first, until one has restored the plan or an error says to stop.
 
-        Each may take half of the time that is left, so that one which hangs leaves some for the others.
+        Each may take half of the time that is left, so that one which hangs leaves some for the others. How long it
+        took is noted for the tier of the reply that the plan came in.
         """
         attempt.error = CapacityError("no worker answered")
         attempt.reason = MissReason.CAPACITY
         for bid in self._ranked(bids, plan.node):
+            started_s = self._clock()
             try:
-                return self._owners[bid.owner].inject(
+                restored = self._owners[bid.owner].inject(
                     plan, prompt, capacity_tokens, sampler_state, deadline_s=attempt.deadline.left_s("restore") / 2
                 )
             except TieredCacheError as error:
@@ -265,7 +275,20 @@ class RestoreRouter:
                 self._report(plan, error, attempt.deadline)
                 if then is not Then.NEXT_WORKER:
                     return then
+            else:
+                if reply is not None:
+                    with self._lock:
+                        self._estimate.loaded(plan.node, reply.tier, reply.bytes_stored, self._clock() - started_s)
+                return restored
         return Then.COMPUTE
+
+    def _is_faster_to_compute(self, reply: MatchReply, plan: RestorePlan, bids: Sequence[Bid]) -> bool:
+        """By the speed of the worker that would compute it."""
+        if not self._settings.load_or_recompute or not bids:
+            return False
+        tokens_per_s = self._ranked(bids, None)[0].tokens_per_s
+        with self._lock:
+            return self._estimate.is_slower(plan.node, reply.tier, reply.bytes_stored, plan.tokens, tokens_per_s)
 
     def _report(self, plan: RestorePlan, error: TieredCacheError, deadline: Deadline) -> None:
         """Tell the node that served a bad frame."""

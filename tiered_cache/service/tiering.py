@@ -73,8 +73,8 @@ class TieringService:
         chain = prompt.chain(namespace, geometry.block_tokens)
         found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s, now_s=prompt.now_s)
         plan = None if found.hit is None else self._plan(found.hit)
-        tier = found.hit.tier if found.hit else ""
-        return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier)
+        tier, size = (found.hit.tier, found.hit.bytes_stored) if found.hit else ("", 0)
+        return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier, size)
 
     def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
         """The stored bytes of the first of these frames, up to `bytes_max`, or why one is not there."""
