@@ -283,7 +283,8 @@ def check_books(
 ) -> None:
     """Between calls: index, policy, counters and tier agree; nothing is reserved but for open grants, or left behind.
 
-    `over`: the tiers whose limit was lowered, and may be exceeded. `stolen`: paths of frames that went behind the cache's back.
+    `over`: the tiers whose limit was lowered, and may be exceeded. `stolen`: paths of frames that went behind the
+    cache's back.
     """
     counters = cache.counters()
     assert counters.get("lookups", 0) == counters.get("hits", 0) + total(counters, "misses.")
