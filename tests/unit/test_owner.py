@@ -31,7 +31,7 @@ from tiered_cache.errors import (
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.service.messages import Bytes, Prompt, RestorePlan, SequenceRef
-from tiered_cache.service.owner import SequenceOwner
+from tiered_cache.service.owner import UNCLAIMED_S, SequenceOwner
 from tiered_cache.service.tiering import TieringService
 from tiered_cache.tiers.base import Durability
 
@@ -139,6 +139,20 @@ def test_bids_see_the_room_of_leases_that_ran_out(home: Home) -> None:
     home.clock.now_s += 31.0
     after = home.owner.bid(home.owner.namespace, (), deadline_s=1)
     assert before.bytes_free < after.bytes_free == home.free
+
+
+def test_a_restored_sequence_that_nobody_comes_for_is_freed(home: Home) -> None:
+    """Its router, or who asked that, has died with the answer."""
+    plan, prompt = stored(home)
+    lost, used = inject(home, plan, prompt), inject(home, plan, prompt)
+    home.owner.extend(used, some_tokens(3))
+    home.clock.now_s += UNCLAIMED_S
+    home.owner.bid(home.owner.namespace, (), deadline_s=1)
+    with pytest.raises(FrameNotFoundError, match="released"):
+        home.owner.extend(lost, some_tokens(3))
+    home.owner.extend(used, some_tokens(3))
+    home.owner.release(used, deadline_s=1)
+    assert home.untouched()
 
 
 def test_an_engine_that_cannot_start_loses_no_room(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

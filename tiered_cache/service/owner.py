@@ -57,6 +57,8 @@ FETCH_BYTES_MAX = 256 << 20
 """How much one call for stored frames may bring; a longer state comes in several."""
 MEASURED_TOKENS_MIN = 64
 """Of how many tokens a computation must be to say how fast prompts are computed: a step of decoding does not."""
+UNCLAIMED_S = 60.0
+"""How long a restored sequence waits for its first use: who asked for it may have died with the answer."""
 WAIT_S = 30.0
 """How long a call without a deadline of its own waits for a sequence that is in use."""
 
@@ -73,6 +75,8 @@ class _Tracked:
     lock: threading.RLock
     staged: set[int] = field(default_factory=set)
     suspended: bool = False
+    unclaimed_until_s: float | None = None
+    """Of a restored sequence that nobody has used yet: when it is released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class SequenceOwner:
         """What it could offer a prompt with these block hashes. Raises `IdentityError` for another namespace."""
         del deadline_s
         self._check_namespace(namespace)
-        self._drop_expired_leases()
+        self._drop_expired()
         with self._lock:
             chains = [tracked.chain for tracked in self._sequences.values()]
             tokens_per_s = self._tokens_per_s.value()
@@ -134,7 +138,7 @@ class SequenceOwner:
         """
         del deadline_s
         self._check_namespace(namespace)
-        self._drop_expired_leases()
+        self._drop_expired()
         reservation = self.engine.reserve(tokens)
         with self._lock:
             self._counter += 1
@@ -166,6 +170,7 @@ class SequenceOwner:
             raise PositionError(f"a plan for {plan.tokens} tokens of a prompt of {len(prompt.tokens)}")
         chain = prompt.head(plan.tokens).chain(self.namespace, self.engine.geometry.block_tokens)
         self._check_plan(plan, chain)
+        self._drop_expired()
         reservation = self.engine.reserve(max(capacity_tokens, plan.tokens))
         restoration = None
         try:
@@ -193,7 +198,8 @@ class SequenceOwner:
             self.engine.release(handle)
             raise
         by_block = [lineages.get((block + 1) * chain.block_tokens, 0) for block in range(chain.blocks)]
-        return Restored(self._track(handle, chain, by_block), plan.tokens, bytes_read, mark)
+        source = self._track(handle, chain, by_block, self._clock() + UNCLAIMED_S)
+        return Restored(source, plan.tokens, bytes_read, mark)
 
     def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:
         """A plan names frames of exactly this prefix, this namespace and this rank, or it is refused."""
@@ -236,12 +242,16 @@ class SequenceOwner:
             raise PositionError(f"the state covers {self.engine.tokens(handle)} tokens, not {len(prompt.tokens)}")
         return self._track(handle, prompt.chain(self.namespace, self.engine.geometry.block_tokens), [])
 
-    def _track(self, handle: int, chain: PrefixChain, lineages: list[int]) -> SequenceRef:
+    def _track(
+        self, handle: int, chain: PrefixChain, lineages: list[int], unclaimed_until_s: float | None = None
+    ) -> SequenceRef:
         lineage = secrets.randbits(63) | 1
         lineages += [lineage] * (chain.blocks - len(lineages))
         with self._lock:
             self._counter += 1
-            self._sequences[self._counter] = _Tracked(handle, chain, 1, lineage, lineages, threading.RLock())
+            self._sequences[self._counter] = _Tracked(
+                handle, chain, 1, lineage, lineages, threading.RLock(), unclaimed_until_s=unclaimed_until_s
+            )
             return SequenceRef(self.name, self.generation, self._counter, 1)
 
     # A sequence runs
@@ -249,7 +259,7 @@ class SequenceOwner:
     def start(self, lease: int, extra_keys: Mapping[int, tuple[bytes, ...]] | None = None) -> SequenceRef:
         """Make an empty sequence in leased room. Raises `StaleError` if the lease has run out."""
         engine = self._computing()
-        self._drop_expired_leases()
+        self._drop_expired()
         with self._lock:
             held = self._leases.pop(lease, None)
         if held is None:
@@ -451,6 +461,7 @@ class SequenceOwner:
         try:
             if tracked.epoch != source.epoch:
                 raise StaleError(f"sequence {source.sequence} is in epoch {tracked.epoch}, not {source.epoch}")
+            tracked.unclaimed_until_s = None
             yield tracked
         finally:
             tracked.lock.release()
@@ -468,13 +479,29 @@ class SequenceOwner:
         if namespace != self.namespace:
             raise IdentityError(f"namespace is {self.namespace.hex()[:16]} here, {namespace.hex()[:16]} was asked for")
 
-    def _drop_expired_leases(self) -> None:
+    def _drop_expired(self) -> None:
+        """Free what nobody has come for: leases that ran out, and restored sequences that were never used."""
         now_s = self._clock()
+
+        def unclaimed(tracked: _Tracked) -> bool:
+            return tracked.unclaimed_until_s is not None and tracked.unclaimed_until_s <= now_s
+
         with self._lock:
             expired = [lease for lease, held in self._leases.items() if held.expires_s <= now_s]
             gone = [self._leases.pop(lease) for lease in expired]
+            abandoned = [(number, tracked) for number, tracked in self._sequences.items() if unclaimed(tracked)]
         for held in gone:
             self.engine.cancel(held.reservation)
+        for number, tracked in abandoned:
+            if tracked.lock.acquire(blocking=False):  # else somebody has come for it just now
+                try:
+                    if unclaimed(tracked):
+                        tracked.epoch += 1
+                        with self._lock:
+                            self._sequences.pop(number, None)
+                        self.engine.release(tracked.handle)
+                finally:
+                    tracked.lock.release()
 
 
 def _common_blocks(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:

@@ -127,8 +127,8 @@ class TieringService:
         so that a ticket whose frames have survived on disk is still good for one sequence.
         """
         del deadline_s
-        if generation == self.generation:
-            return self.cache.unpin(pin)
+        if generation >= self.generation:
+            return generation == self.generation and self.cache.unpin(pin)
         with self._lock:
             if (generation, pin) in self._spent:
                 return False
