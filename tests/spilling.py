@@ -158,7 +158,7 @@ def spill(
     """Offer checkpoints at these lengths (the end if none is given), bring what is asked for, and ask what is kept."""
     offer = state.offer(*stops, private=private, request=request)
     grant = cache.admit(offer, durability, hints)
-    receipts = cache.spill(grant, state.export(offer, grant.keys))
+    receipts = cache.spill(grant, [state.export(offer, grant.keys)])
     return Spilled(grant, receipts, cache.kept(offer))
 
 

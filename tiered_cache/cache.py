@@ -33,6 +33,7 @@ from tiered_cache.errors import (
     CapacityError,
     IdentityError,
     MissReason,
+    StateError,
     TieredCacheError,
     TierError,
 )
@@ -220,6 +221,8 @@ class _Target:
     """The suspended sequence's own checkpoint, which is worth nothing in part."""
     optional: bool = False
     """Nice to have: the durability does not need it."""
+    receipts: list[Receipt] = field(default_factory=list)
+    """For what has come."""
 
 
 @dataclass(slots=True)
@@ -496,7 +499,8 @@ class TieredCache:
         except BaseException:
             self.abandon(grant)
             raise
-        grant.keys = tuple(map(key_of, dict.fromkeys(name for target in grant.targets for name in target.names)))
+        names = dict.fromkeys(name for target in grant.targets for name in target.names)
+        grant.keys = tuple(key_of(n) for n in sorted(names, key=lambda n: (n.tokens, n.group == CHECKPOINT)))
         grant.declined = tuple(declined)
         for _, reason in declined:
             self._count(f"declined.{reason.name.lower()}")
@@ -515,42 +519,57 @@ class TieredCache:
         for target in targets[there:]:
             target.optional = True
 
-    def spill(self, grant: Grant, arrays: Mapping[FrameKey, Mapping[str, HostArray]]) -> list[Receipt]:
+    def spill(self, grant: Grant, batches: Iterable[Mapping[FrameKey, Mapping[str, HostArray]]]) -> list[Receipt]:
         """Keep the frames of a grant: encode, put, index, acknowledge; the grant is used up.
 
-        `arrays` holds what the geometry declares for each key, and may change afterwards. Raises what a tier raised
-        if the one that the durability needs could not keep them; then nothing is acknowledged.
+        The batches hold together, in the order of `grant.keys`, what the geometry declares for each key. When the next
+        one is asked for, nothing of the last is held or needed any more. Raises `StateError` if a frame did not come,
+        and what a tier raised if the one that the durability needs could not keep them; then nothing is acknowledged.
         """
-        offer, known = grant.offer, self._state.namespace(grant.offer.namespace)
+        known, awaited = self._state.namespace(grant.offer.namespace), set(grant.keys)
+        try:
+            for arrays in batches:
+                self._keep(grant, arrays, known)
+                awaited -= arrays.keys()
+                del arrays
+            if awaited and grant.targets:  # else it had ended before
+                raise StateError(f"{len(awaited)} of {len(grant.keys)} granted frames did not come")
+            for target in grant.targets:
+                target.private = None
+            return [receipt for target in grant.targets for receipt in target.receipts]
+        finally:
+            self.abandon(grant)
+
+    def _keep(self, grant: Grant, arrays: Mapping[FrameKey, Mapping[str, HostArray]], known: Namespace) -> None:
+        """Put some frames into the tiers that need them; one that is optional and fails has no further part in it."""
 
         def encoded(mode: Mode, name: FrameName) -> StoredFrame:
             key = key_of(name)
-            lineage = name.private or offer.lineage_of(name.group, name.tokens)
+            lineage = name.private or grant.offer.lineage_of(name.group, name.tokens)
             content = Frame(key, known.identity_digest, lineage, arrays[key])
             return _stored(name, lineage, frame.encode(content, known.geometry, mode))
 
-        receipts: list[Receipt] = []
-        try:
-            for target in grant.targets:
-                try:
-                    receipts += self._fill(target, partial(encoded, target.level.mode), known)
-                except (CapacityError, TierError):
-                    if not target.optional:
-                        raise
-                else:
-                    target.private = None
-        finally:
-            self.abandon(grant)
-        return receipts
+        for target in list(grant.targets):
+            names = [name for name in target.names if key_of(name) in arrays]
+            try:
+                target.receipts += self._fill(target, names, partial(encoded, target.level.mode), known)
+            except (CapacityError, TierError):
+                if not target.optional:
+                    raise
+                grant.targets.remove(target)
+                self._end(target)
 
     def abandon(self, grant: Grant) -> None:
         """End a grant: room that was not used is free again, and what came without its checkpoint goes. Idempotent."""
         targets, grant.targets = grant.targets, []
         for target in targets:
-            target.room.release()
-            target.level.release(target.claims)
-            if target.private is not None:
-                target.level.drop([(target.private, RemovalReason.ABANDONED)])
+            self._end(target)
+
+    def _end(self, target: _Target) -> None:
+        target.room.release()
+        target.level.release(target.claims)
+        if target.private is not None:
+            target.level.drop([(target.private, RemovalReason.ABANDONED)])
 
     def kept(self, offer: Offer) -> list[Kept]:
         """Which of the offered checkpoints can be restored now, and what they would survive.
@@ -772,7 +791,7 @@ class TieredCache:
         try:
             refused = self._admit_to(below, chain, [len(chain)], known, targets)
             for target in targets:
-                self._fill(target, partial(self._recoded, level, below.mode, known), known)
+                self._fill(target, target.names, partial(self._recoded, level, below.mode, known), known)
             self._verify_support(below, chain, known)
             with self._lock:
                 return not refused and not self._index.missing(chain, len(chain), below.name)
@@ -802,13 +821,19 @@ class TieredCache:
             raise
         return _stored(name, header.lineage, frame.encode(content, known.geometry, mode))
 
-    def _fill(self, target: _Target, stored: Callable[[FrameName], StoredFrame], known: Namespace) -> list[Receipt]:
-        """Put all frames of a target, in batches; raises what the tier raises."""
+    def _fill(
+        self,
+        target: _Target,
+        names: Sequence[FrameName],
+        stored: Callable[[FrameName], StoredFrame],
+        known: Namespace,
+    ) -> list[Receipt]:
+        """Put frames of a target, in batches; raises what the tier raises."""
         durability = target.level.tier.durability
         receipts: list[Receipt] = []
-        for names in known.batches(target.names):
+        for batch in known.batches(names):
             encode = map if target.level.mode is Mode.RAW else self._executor.map
-            arrivals = target.level.put(list(encode(stored, names)), target.room)
+            arrivals = target.level.put(list(encode(stored, batch)), target.room)
             receipts += [Receipt(arrived.key, arrived.bytes, durability, arrived.created) for arrived in arrivals]
         return receipts
 

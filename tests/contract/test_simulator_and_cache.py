@@ -73,7 +73,7 @@ def test_they_decide_alike(policy: str) -> None:
                 }
                 for key in grant.keys
             }
-            cache.spill(grant, arrays)
+            cache.spill(grant, [arrays])
         counters = cache.counters()
         cache.close()
     assert [real for _, real in decisions] == [foretold for foretold, _ in decisions]

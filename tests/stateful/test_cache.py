@@ -163,7 +163,7 @@ class CacheMachine(RuleBasedStateMachine):
         with suppress(TieredCacheError):
             grant = grant or self.cache.admit(state.offer(*stops), durability, NO_HINTS)
             self.note_computed(grant, state)
-            self.cache.spill(grant, state.export(grant.offer, grant.keys))
+            self.cache.spill(grant, [state.export(grant.offer, grant.keys)])
         self.acknowledge(state, stops)
 
     @staticmethod
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         grant, state = opened
         if keep:
             with suppress(TieredCacheError):
-                self.cache.spill(grant, state.export(grant.offer, grant.keys))
+                self.cache.spill(grant, [state.export(grant.offer, grant.keys)])
             self.acknowledge(state, tuple(tokens for tokens, _ in grant.offer.checkpoints))
         self.cache.abandon(grant)
         self.open = [other for other in self.open if other is not opened]
@@ -228,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             grant = self.cache.admit(offer, durability, NO_HINTS)
             self.note_computed(grant, state)
-            self.cache.spill(grant, state.export(offer, grant.keys))
+            self.cache.spill(grant, [state.export(offer, grant.keys)])
         except TieredCacheError:
             assert self.faulty or self.damaged
         hit = self.cache.plan_of(offer, pin_s=300.0)

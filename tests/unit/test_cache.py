@@ -47,6 +47,7 @@ from tiered_cache.errors import (
     GeometryError,
     IdentityError,
     MissReason,
+    StateError,
     TieredCacheError,
     TierError,
 )
@@ -982,7 +983,7 @@ def test_half_of_a_suspended_sequence_is_not_kept(fault: Fault, monkeypatch: pyt
         assert {key.private for key in grant.keys} == {9}
         inner.after["put"] = lambda: tier.inject("put", fault)  # the answer to the first frame goes, or the second
         with pytest.raises(TierError):
-            cache.spill(grant, State(MIXED, tokens, lineage=9).export(offer, grant.keys))
+            cache.spill(grant, [State(MIXED, tokens, lineage=9).export(offer, grant.keys)])
         assert cache.kept(offer) == []
         assert held(cache, "host") == before
         assert cache.counters().get("frames.host.abandoned", 0) == (fault is Fault.ERROR)
@@ -1039,7 +1040,7 @@ def test_a_frame_that_is_dropped_while_its_put_finds_it_there_stays() -> None:
             time.sleep(0.05)
 
         tier.after["put"] = meanwhile
-        receipts = cache.spill(late, state.export(offer, late.keys))
+        receipts = cache.spill(late, [state.export(offer, late.keys)])
         assert not any(receipt.created for receipt in receipts)
         dropping[0].result(10)
         cache.trim("host", 1 << 20)
@@ -1079,7 +1080,7 @@ def test_a_checkpoint_moves_while_a_longer_one_is_on_its_way(tmp_path: Path) -> 
         cache.trim("host", 1)
         assert (CHECKPOINT, 9) not in {(name.group, name.tokens) for name in held(cache, "host")}
         cache.trim("host", 1 << 20)
-        cache.spill(grant, state.export(offer, grant.keys))
+        cache.spill(grant, [state.export(offer, grant.keys)])
         assert cache.kept(offer) == [Kept(22, HOST)]
         hit = match(cache, MIXED, np.append(tokens, tokens[:1])).hit
         assert hit is not None
@@ -1115,7 +1116,7 @@ def test_an_abandoned_grant_leaves_no_trace() -> None:
             assert grant.keys
             cache.abandon(grant)
             cache.abandon(grant)
-            assert cache.spill(grant, {}) == []
+            assert cache.spill(grant, [{}]) == []
             assert held(cache, "host") == before
 
 
@@ -1128,8 +1129,25 @@ def test_arrays_of_another_shape_are_refused_and_nothing_is_kept() -> None:
         last = grant.keys[-1]
         arrays[last] = {**arrays[last], "state": np.zeros((5, 30), np.float32)}
         with pytest.raises(GeometryError, match="'state' is float32"):
-            cache.spill(grant, arrays)
+            cache.spill(grant, [arrays])
         assert held(cache, "host") == {}
+
+
+@pytest.mark.parametrize("missing", [0, 2, -1])
+def test_a_spill_in_batches_needs_all_of_them(missing: int, tmp_path: Path) -> None:
+    with node(open_host(), open_disk(tmp_path)) as cache:
+        state = State(MIXED, some_tokens(22))
+        offer = state.offer(13, 22)
+        grant = cache.admit(offer, DISK, NO_HINTS)
+        batches = [state.export(offer, [key]) for key in grant.keys]
+        del batches[missing]
+        with pytest.raises(StateError, match=f"1 of {len(grant.keys)}"):
+            cache.spill(grant, batches)
+        assert [kept.tokens for kept in cache.kept(offer)] == ([13] if missing == -1 else [])
+        grant = cache.admit(offer, DISK, NO_HINTS)
+        receipts = cache.spill(grant, iter([state.export(offer, [key]) for key in grant.keys]))
+        assert {receipt.key for receipt in receipts} == set(grant.keys)
+        assert cache.kept(offer) == [Kept(13, DISK), Kept(22, DISK)]
 
 
 # Figures

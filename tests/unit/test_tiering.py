@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,18 @@ from tiered_cache.errors import (
 )
 from tiered_cache.identity import CHECKPOINT, FrameKey, Tokens
 from tiered_cache.policy.base import Hints
+from tiered_cache.service import tiering
 from tiered_cache.service.local import LocalCluster
-from tiered_cache.service.messages import Parcel, Prompt, SequenceRef, StateMark, Ticket, parcel_bytes, parcel_views
+from tiered_cache.service.messages import (
+    Bytes,
+    Parcel,
+    Prompt,
+    SequenceRef,
+    StateMark,
+    Ticket,
+    parcel_bytes,
+    parcel_views,
+)
 from tiered_cache.service.owner import SequenceOwner
 from tiered_cache.tiers.base import Durability, GetRequest
 from tiered_cache.tiers.disk import SyncPolicy
@@ -407,6 +418,24 @@ def test_a_spill_whose_caller_gave_up_is_not_acknowledged_and_holds_no_pin(clust
     with pytest.raises(DeadlineError, match="acknowledge"):
         cluster.tiering.spill(served.run.offer, HOST, Hints(), 60.0, deadline_s=5.0)
     assert not cluster.cache._pins
+
+
+def test_of_a_long_spill_one_call_is_here_at_a_time(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering, "EXPORT_BYTES_MAX", 1)
+    served = compute(cluster, some_tokens(100))
+    bodies: list[weakref.ref[Bytes]] = []
+    alive: list[int] = []
+
+    def weigh(parcel: Parcel) -> Parcel:
+        alive.append(sum(body() is not None for body in bodies))
+        bodies.append(weakref.ref(parcel.body))
+        return parcel
+
+    with_export(cluster, served.placement.owner, weigh)
+    spilled = cluster.tiering.spill(served.run.offer, HOST, Hints(), None, deadline_s=DEADLINE_S)
+    assert [kept.tokens for kept in spilled.kept] == [100]
+    assert len(bodies) == len(spilled.receipts) > 5
+    assert alive == [0] * len(bodies)
 
 
 def test_an_unknown_namespace_is_learned_from_the_owner_that_offers(cluster: LocalCluster) -> None:

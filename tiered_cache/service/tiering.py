@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from tiered_cache.service.messages import (
 from tiered_cache.tiers.base import Durability
 
 EXPORT_BYTES_MAX = 256 << 20
-"""How many raw bytes one call to an owner may bring; a larger spill comes in several."""
+"""How many raw bytes of a spill are here at once, and one call to an owner brings; a larger one comes in several."""
 SPENT_MAX = 1 << 16
 """How many ended pins of earlier generations are remembered."""
 
@@ -93,18 +93,17 @@ class TieringService:
         owner = self._owners(offer.source.owner)
         geometry = self._known(offer, owner, deadline)
         grant = self.cache.admit(offer.offer, durability, hints)
-        try:
-            moved = 0
-            arrays: dict[FrameKey, dict[str, HostArray]] = {}
-            for keys in _batches(grant.keys, geometry):
-                names = tuple(FrameName(key.group, key.tokens) for key in keys)
-                parcel = owner.export(offer.source, names, deadline_s=deadline.left_s("export"))
-                arrays.update(zip(keys, _views(parcel, names, geometry), strict=True))
-                moved += parcel.body.nbytes
+        moved = 0
+
+        def pulled(keys: Sequence[FrameKey]) -> dict[FrameKey, dict[str, HostArray]]:
+            nonlocal moved
+            names = tuple(FrameName(key.group, key.tokens) for key in keys)
+            parcel = owner.export(offer.source, names, deadline_s=deadline.left_s("export"))
+            moved += parcel.body.nbytes
             deadline.left_s("spill")
-            receipts = self.cache.spill(grant, arrays)
-        finally:
-            self.cache.abandon(grant)
+            return dict(zip(keys, _views(parcel, names, geometry), strict=True))
+
+        receipts = self.cache.spill(grant, map(pulled, _batches(grant.keys, geometry)))
         deadline.left_s("acknowledge")
         hit = None if pin_s is None else self.cache.plan_of(offer.offer, pin_s=pin_s)
         return SpillResult(
