@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from spilling import (
     BLOCK,
     GEOMETRIES,
@@ -707,7 +708,10 @@ def test_a_newer_peers_frame_is_neither_replaced_nor_set_aside() -> None:
         spill(cache, State(MIXED, tokens), 5)
         (view,) = tier.get([GetRequest(path)])
         assert isinstance(view, memoryview)
-        ctypes.c_uint8.from_address(np.frombuffer(view, np.uint8).ctypes.data + 8).value = 2
+        newer = bytearray(view[:64])
+        newer[8] = 2
+        newer[56:] = xxhash.xxh3_64_intdigest(bytes(newer[:56])).to_bytes(8, "little")
+        ctypes.memmove(np.frombuffer(view, np.uint8).ctypes.data, bytes(newer), 64)
         del view
         with pytest.raises(TierError, match="version"):
             spill(cache, State(MIXED, tokens), 9)
