@@ -124,7 +124,7 @@ def test_a_worker_that_hangs_delays_nobody_past_the_deadline(start: Start) -> No
     cluster = start(worker=FaultyWorker, router=RouterSettings(ask_s=0.5))
     serve(cluster, some_tokens(100))
     stuck, other = cluster.workers["worker-0"], cluster.workers["worker-1"]
-    served = compute(cluster, some_tokens(100))
+    served = compute(cluster, some_tokens(100, seed=2))
     holder = cluster.workers[served.placement.owner]
     holder.call(object, "sleep_in", "export", 30.0, deadline_s=DEADLINE_S)
     started_s = time.monotonic()
