@@ -28,7 +28,6 @@ class MissReason(enum.StrEnum):
     DEADLINE = "deadline"  # the tier did not answer in time
     CAPACITY = "capacity"  # no worker had room
     FASTER_TO_COMPUTE = "faster_to_compute"  # is there; loading it was expected to take longer than computing it
-    REBUILDING = "rebuilding"  # the view is not complete yet
     REFUSED = "refused"  # a worker refused the state
 
 

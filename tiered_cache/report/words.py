@@ -21,7 +21,6 @@ _REASONS: Final = {
     "tier_error": "tier failed",
     "deadline": "too late",
     "capacity": "no room on a worker",
-    "rebuilding": "view not complete yet",
     "expired": "expired",
     "discarded": "discarded by the caller",
     "crowded": "crowded out of its block",
