@@ -22,6 +22,7 @@ _REASONS: Final = {
     "deadline": "too late",
     "capacity": "no room on a worker",
     "expired": "expired",
+    "faster_to_compute": "faster to compute",
     "discarded": "discarded by the caller",
     "crowded": "crowded out of its block",
     "abandoned": "spill abandoned",
