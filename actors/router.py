@@ -5,7 +5,9 @@ from __future__ import annotations
 import resource
 
 from actors.inline import executor_for_calls
+from actors.metrics import ActorMetrics
 from actors.names import ClusterName
+from tiered_cache.metrics import counter_samples
 from tiered_cache.service.messages import Prompt, Restored, SequenceRef, Ticket
 from tiered_cache.service.router import Placement, RestoreRouter, RouterSettings
 from tiered_cache.tiers.base import Durability
@@ -24,15 +26,19 @@ class RouterActor:
             executor_for_calls(threads=min(64, 4 * (len(owners) + len(nodes)))),
             settings=settings,
         )
+        self._metrics = ActorMetrics(cluster.name, lambda: counter_samples("router", self.router.counters()))
 
     def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
-        return self.router.place(namespace, prompt, capacity_tokens, deadline_s=deadline_s)
+        with self._metrics.timed("place"):
+            return self.router.place(namespace, prompt, capacity_tokens, deadline_s=deadline_s)
 
     def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
-        return self.router.suspend(source, node, durability, deadline_s=deadline_s)
+        with self._metrics.timed("suspend"):
+            return self.router.suspend(source, node, durability, deadline_s=deadline_s)
 
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
-        return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
+        with self._metrics.timed("resume"):
+            return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
 
     def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of the workers, and the nodes."""

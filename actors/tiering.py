@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from actors.metrics import ActorMetrics
 from actors.names import ClusterName
 from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import TierSettings
 from tiered_cache.errors import MissReason
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.metrics import Sample, counter_samples, usage_samples
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import build_cache
 from tiered_cache.service.messages import Bytes, MatchReply, Prompt, SpillOffer, SpillResult
@@ -26,20 +29,24 @@ class TieringActor:
         executor = ThreadPoolExecutor(settings.executor_threads, thread_name_prefix="tiering")
         self.cache = build_cache(settings, executor, clock=time.monotonic)
         self.tiering = TieringService(self.cache, node=node, owners=cluster.owner)
+        self._metrics = ActorMetrics(cluster.name, self._samples)
 
     def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
         return self.tiering.register(identity, geometry, deadline_s=deadline_s)
 
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
-        return self.tiering.match(namespace, prompt, pin_s, deadline_s=deadline_s)
+        with self._metrics.timed("match"):
+            return self.tiering.match(namespace, prompt, pin_s, deadline_s=deadline_s)
 
     def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
-        return self.tiering.fetch(frames, bytes_max, deadline_s=deadline_s)
+        with self._metrics.timed("fetch"):
+            return self.tiering.fetch(frames, bytes_max, deadline_s=deadline_s)
 
     def spill(
         self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
     ) -> SpillResult:
-        return self.tiering.spill(offer, durability, hints, pin_s, deadline_s=deadline_s)
+        with self._metrics.timed("spill"):
+            return self.tiering.spill(offer, durability, hints, pin_s, deadline_s=deadline_s)
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
         self.tiering.report_bad(key, why, deadline_s=deadline_s)
@@ -56,6 +63,10 @@ class TieringActor:
         """Each tier's budget and what it holds."""
         del deadline_s
         return self.cache.usage()
+
+    def _samples(self) -> Iterator[Sample]:
+        yield from counter_samples("cache", self.cache.counters())
+        yield from usage_samples(self.cache.usage())
 
     def peak_rss_bytes(self, *, deadline_s: float) -> int:
         """The most memory that this process has held."""
