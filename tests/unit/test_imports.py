@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CORE = {"errors", "identity", "geometry"}
 FRAMES = CORE | {"codecs", "frame"}
-NODE = FRAMES | {"tiers", "prefix_tree", "index", "policy", "namespace", "level", "config", "cache"}
+NODE = FRAMES | {"deadline", "tiers", "prefix_tree", "index", "policy", "namespace", "level", "config", "cache"}
 ENGINES = {"devices", "states", "engines"}
 
 # Unit of tiered_cache -> the other units it may import, at any depth of nesting in its code.
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frame": CORE | {"codecs"},
     "devices": {"errors", "geometry"},
     "states": CORE | {"devices"},
-    "tiers": {"errors"},  # a tier never learns what a frame is
+    "deadline": {"errors"},
+    "tiers": {"errors", "deadline"},  # a tier never learns what a frame is
     "prefix_tree": CORE,
     "index": CORE | {"prefix_tree"},
     "policy": CORE | {"prefix_tree", "index"},  # policies read the index, which never asks a policy

@@ -9,13 +9,13 @@ from pathlib import Path
 from tiered_cache.cache import TieredCache, TierSlot
 from tiered_cache.codecs import Mode
 from tiered_cache.config import TierSettings, WorkerSettings
+from tiered_cache.deadline import Clock
 from tiered_cache.devices.base import Device
 from tiered_cache.devices.numpy import NumpyDevice
 from tiered_cache.engines.base import ComputingEngine
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import ConfigError, TierError
 from tiered_cache.policy.names import build_policy
-from tiered_cache.service.deadline import Clock
 from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier
 from tiered_cache.tiers.host import HostTier

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import ParamSpec, Protocol, Self, TypeVar
 
 from tiered_cache.config import ClusterSettings, WorkerSettings
+from tiered_cache.deadline import Clock
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import Identity
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import build_cache, build_engine
-from tiered_cache.service.deadline import Clock
 from tiered_cache.service.messages import (
     OwnerPort,
     Prompt,

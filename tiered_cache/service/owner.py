@@ -20,6 +20,7 @@ import numpy as np
 
 from tiered_cache import frame
 from tiered_cache.cache import Offer
+from tiered_cache.deadline import Clock, Deadline
 from tiered_cache.engines.base import ComputingEngine, Engine, FrameName
 from tiered_cache.errors import (
     CapacityError,
@@ -35,7 +36,6 @@ from tiered_cache.errors import (
 )
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, Identity, PrefixChain, Tokens, namespace_of
-from tiered_cache.service.deadline import Clock, Deadline
 from tiered_cache.service.estimate import RecentMedian
 from tiered_cache.service.messages import (
     Bid,

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from tiered_cache.deadline import Clock, Deadline
 from tiered_cache.errors import (
     CapacityError,
     DeadlineError,
@@ -35,7 +36,6 @@ from tiered_cache.errors import (
     VersionError,
 )
 from tiered_cache.identity import FrameKey
-from tiered_cache.service.deadline import Clock, Deadline
 from tiered_cache.service.estimate import LoadEstimate
 from tiered_cache.service.messages import (
     Bid,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tiered_cache.cache import Hit, PlannedFrame, TieredCache
+from tiered_cache.deadline import Clock, Deadline
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.policy.base import Hints
-from tiered_cache.service.deadline import Clock, Deadline
 from tiered_cache.service.messages import (
     Bytes,
     MatchReply,
