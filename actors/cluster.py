@@ -83,7 +83,7 @@ class RayCluster:
                 _start(
                     handles, settings, places, worker, router or RouterSettings(), detached=detached, start_s=start_s
                 )
-                cluster = cls(ClusterName(settings.name, RAY_NAMESPACE), tuple(places), nodes, owns_ray=owns_ray)
+                cluster = cls(_callers(settings.name), tuple(places), nodes, owns_ray=owns_ray)
             except BaseException:
                 _kill(handles)
                 raise
@@ -93,7 +93,7 @@ class RayCluster:
     @classmethod
     def connect(cls, name: str, address: str | None = "auto") -> RayCluster:
         """Join a set that another process has started. Raises `ConfigError` if there is none of this name."""
-        cluster = ClusterName(name, RAY_NAMESPACE)
+        cluster = _callers(name)
         with _connected(address) as owns_ray:
             try:
                 workers, nodes = cluster.router().members(deadline_s=ASK_S)
@@ -151,6 +151,11 @@ class RayCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _callers(name: str) -> ClusterName:
+    """The names as callers from outside have them."""
+    return ClusterName(name, RAY_NAMESPACE, patient=True)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ class ClusterName:
 
     name: str
     ray_namespace: str
+    patient: bool = False
+    """Whether its ports wait for an actor that is being restarted."""
     _owners: dict[str, RemoteOwner] = field(default_factory=dict, init=False, compare=False, repr=False)
     _tierings: dict[str, RemoteTiering] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -20,10 +22,12 @@ class ClusterName:
         return f"{self.name}/{who}"
 
     def owner(self, name: str) -> RemoteOwner:
-        return self._owners.setdefault(name, RemoteOwner(self.actor(name), self.ray_namespace))
+        return self._owners.setdefault(name, RemoteOwner(self.actor(name), self.ray_namespace, patient=self.patient))
 
     def tiering(self, node: str) -> RemoteTiering:
-        return self._tierings.setdefault(node, RemoteTiering(self.actor(f"tiering-{node}"), self.ray_namespace))
+        return self._tierings.setdefault(
+            node, RemoteTiering(self.actor(f"tiering-{node}"), self.ray_namespace, patient=self.patient)
+        )
 
     def router(self) -> RemoteRouter:
-        return RemoteRouter(self.actor("router"), self.ray_namespace)
+        return RemoteRouter(self.actor("router"), self.ray_namespace, patient=self.patient)

@@ -3,21 +3,35 @@
 The only place where calls and bytes cross processes. Actors are found by name, so that a restarted one is found again
 and any of them may start first. A call raises what the other side raised, `DeadlineError` if there was no answer in
 time, and `TierError` if the actor is dead or unknown.
+
+An actor that is being restarted answers nobody for a second or so. Callers from outside (a `patient` port) wait for it
+within their deadline, as far as the call is safe to repeat. The actors themselves do not: one that is away is left out
+of what they do, so that a dead node holds nobody up. Any other call that it got in the way of may have happened or
+not, and raises `UnknownOutcomeError`.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from tiered_cache.cache import PlannedFrame
 from tiered_cache.engines.base import FrameName
-from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError
+from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError, UnknownOutcomeError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.policy.base import Hints
+from tiered_cache.service.deadline import Deadline
 from tiered_cache.service.messages import (
     Bid,
     Bytes,
@@ -42,16 +56,44 @@ GRACE_S = 0.5
 """How much longer than its deadline a caller waits, so that the other side's own `DeadlineError` can arrive."""
 
 
+RESTART_POLL_S = 0.05
+"""How often a patient caller asks whether an actor is back."""
+
+
 class Port:
     """One actor, by its name in the cluster's Ray namespace. Cheap to make, and to send to another process."""
 
-    def __init__(self, actor: str, ray_namespace: str) -> None:
+    def __init__(self, actor: str, ray_namespace: str, *, patient: bool = False) -> None:
         self.actor = actor
         self.ray_namespace = ray_namespace
+        self.patient = patient
         self._handle: Any = None
 
-    def call(self, kind: type[_T], method: str, *args: object, deadline_s: float) -> _T:
-        """Call `method(*args, deadline_s=deadline_s)` there and wait for the answer, a `kind`."""
+    def call(self, kind: type[_T], method: str, *args: object, deadline_s: float, repeatable: bool = False) -> _T:
+        """Call `method(*args, deadline_s=deadline_s)` there and wait for the answer, a `kind`.
+
+        `repeatable`: to have it done twice, or done and not known, does no harm.
+        """
+        deadline = Deadline.after(deadline_s)
+        while True:
+            fresh = self._handle is None
+            try:
+                answer = self._ask(method, *args, deadline_s=deadline.left_s(f"{self.actor}.{method}"))
+                break
+            except (RayActorError, ActorUnschedulableError) as error:
+                away = isinstance(error, ActorUnavailableError)
+                what = f"{self.actor} is {'restarting' if away else 'dead'}: {_first_line(error)}"
+                if not repeatable:
+                    raise UnknownOutcomeError(f"{what}: {method} may have happened or not") from error
+                if fresh and not (away and self.patient):  # else another actor may have the name by now
+                    raise TierError(what, retryable=True) from error
+                time.sleep(min(RESTART_POLL_S, deadline.left_s(what)))
+        if not isinstance(answer, kind):
+            raise TierError(f"{self.actor}.{method} answered with {type(answer).__name__}, not {kind.__name__}")
+        return answer
+
+    def _ask(self, method: str, *args: object, deadline_s: float) -> object:
+        """The answer to one call. Raises Ray's own error if the actor is away or dead."""
         if not ray.is_initialized():  # else Ray would start a cluster of its own now
             raise TierError(f"{self.actor} cannot be reached: Ray is not running in this process")
         reference = None
@@ -59,7 +101,7 @@ class Port:
             if self._handle is None:
                 self._handle = ray.get_actor(self.actor, namespace=self.ray_namespace)
             reference = getattr(self._handle, method).remote(*args, deadline_s=deadline_s)
-            answer: object = ray.get(reference, timeout=deadline_s + GRACE_S)
+            return ray.get(reference, timeout=deadline_s + GRACE_S)
         except GetTimeoutError as error:
             ray.cancel(reference)  # it must not begin now, if it has not begun yet
             raise DeadlineError(f"{self.actor}.{method} did not answer within {deadline_s:.3g} s") from error
@@ -67,36 +109,37 @@ class Port:
             if isinstance(error.cause, TieredCacheError):
                 raise error.cause from None
             raise TierError(f"{self.actor}.{method} failed: {error.cause!r}") from error
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError):
             self._handle = None
-            raise TierError(f"{self.actor} is dead: {_first_line(error)}", retryable=True) from error
+            raise
         except ValueError as error:  # what `get_actor` raises for an unknown name
             raise TierError(f"{self.actor} is not there: {_first_line(error)}", retryable=True) from error
         except RayError as error:
             raise TierError(f"{self.actor}.{method} failed: {_first_line(error)}", retryable=True) from error
-        if not isinstance(answer, kind):
-            raise TierError(f"{self.actor}.{method} answered with {type(answer).__name__}, not {kind.__name__}")
-        return answer
 
-    def __reduce__(self) -> tuple[type[Port], tuple[str, str]]:
-        return type(self), (self.actor, self.ray_namespace)
+    def __reduce__(self) -> tuple[object, ...]:
+        return _port, (type(self), self.actor, self.ray_namespace, self.patient)
+
+
+def _port(kind: type[Port], actor: str, ray_namespace: str, patient: bool) -> Port:
+    return kind(actor, ray_namespace, patient=patient)
 
 
 class RemoteOwner(Port):
     """`OwnerPort` through Ray, and `WorkerPort` where the engine computes."""
 
     def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]:
-        described: tuple[Identity, Geometry] = self.call(tuple, "describe", deadline_s=deadline_s)
+        described: tuple[Identity, Geometry] = self.call(tuple, "describe", deadline_s=deadline_s, repeatable=True)
         return described
 
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
-        return self.call(Bid, "bid", namespace, hashes, deadline_s=deadline_s)
+        return self.call(Bid, "bid", namespace, hashes, deadline_s=deadline_s, repeatable=True)
 
     def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
-        return self.call(int, "reserve", namespace, tokens, lease_s, deadline_s=deadline_s)
+        return self.call(int, "reserve", namespace, tokens, lease_s, deadline_s=deadline_s, repeatable=True)
 
     def cancel(self, lease: int, *, deadline_s: float) -> None:
-        self.call(object, "cancel", lease, deadline_s=deadline_s)
+        self.call(object, "cancel", lease, deadline_s=deadline_s, repeatable=True)
 
     def inject(
         self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
@@ -109,10 +152,10 @@ class RemoteOwner(Port):
         return self.call(RunResult, "run", place, prompt, take_at, deadline_s=deadline_s)
 
     def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
-        return self.call(Parcel, "export", source, names, deadline_s=deadline_s)
+        return self.call(Parcel, "export", source, names, deadline_s=deadline_s, repeatable=True)
 
     def release(self, source: SequenceRef, *, deadline_s: float) -> None:
-        self.call(object, "release", source, deadline_s=deadline_s)
+        self.call(object, "release", source, deadline_s=deadline_s, repeatable=True)
 
     def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
         return self.call(Suspension, "suspend", source, deadline_s=deadline_s)
@@ -125,21 +168,21 @@ class RemoteTiering(Port):
     """`TieringPort` through Ray."""
 
     def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
-        return self.call(bytes, "register", identity, geometry, deadline_s=deadline_s)
+        return self.call(bytes, "register", identity, geometry, deadline_s=deadline_s, repeatable=True)
 
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
-        return self.call(MatchReply, "match", namespace, prompt, pin_s, deadline_s=deadline_s)
+        return self.call(MatchReply, "match", namespace, prompt, pin_s, deadline_s=deadline_s, repeatable=True)
 
     def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
-        return self.call(list, "fetch", frames, bytes_max, deadline_s=deadline_s)
+        return self.call(list, "fetch", frames, bytes_max, deadline_s=deadline_s, repeatable=True)
 
     def spill(
         self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
     ) -> SpillResult:
-        return self.call(SpillResult, "spill", offer, durability, hints, pin_s, deadline_s=deadline_s)
+        return self.call(SpillResult, "spill", offer, durability, hints, pin_s, deadline_s=deadline_s, repeatable=True)
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
-        self.call(object, "report_bad", key, why, deadline_s=deadline_s)
+        self.call(object, "report_bad", key, why, deadline_s=deadline_s, repeatable=True)
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         return self.call(bool, "unpin", pin, generation, deadline_s=deadline_s)
@@ -149,7 +192,7 @@ class RemoteRouter(Port):
     """`RouterPort` through Ray."""
 
     def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
-        return self.call(Placement, "place", namespace, prompt, capacity_tokens, deadline_s=deadline_s)
+        return self.call(Placement, "place", namespace, prompt, capacity_tokens, deadline_s=deadline_s, repeatable=True)
 
     def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
         return self.call(Ticket, "suspend", source, node, durability, deadline_s=deadline_s)
@@ -158,7 +201,9 @@ class RemoteRouter(Port):
         return self.call(Restored, "resume", ticket, capacity_tokens, deadline_s=deadline_s)
 
     def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        members: tuple[tuple[str, ...], tuple[str, ...]] = self.call(tuple, "members", deadline_s=deadline_s)
+        members: tuple[tuple[str, ...], tuple[str, ...]] = self.call(
+            tuple, "members", deadline_s=deadline_s, repeatable=True
+        )
         return members
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import ray
@@ -23,9 +24,11 @@ class FaultyEngine(ReferenceEngine):
     def __init__(self, model: str) -> None:
         self.sleeps_s: dict[str, float] = {}
         self.dies_in = ""
+        self.calls: Counter[str] = Counter()
         super().__init__(model)
 
     def _fault(self, call: str) -> None:
+        self.calls[call] += 1
         if call == self.dies_in:
             os._exit(1)
         time.sleep(self.sleeps_s.get(call, 0.0))
@@ -63,6 +66,11 @@ class FaultyWorker(OwnerMethods):
     def die_in(self, call: str, *, deadline_s: float) -> None:
         """The process ends in the engine's next call of this name."""
         self.engine.dies_in = call
+
+    @ray.method(concurrency_group="control")
+    def calls_of(self, call: str, *, deadline_s: float) -> int:
+        """How many calls of this name the engine has had."""
+        return self.engine.calls[call]
 
     @ray.method(concurrency_group="control")
     def free(self, *, deadline_s: float) -> int:

@@ -103,6 +103,17 @@ class DeadlineError(TierError):
         super().__init__(message, key, tier, retryable)
 
 
+class UnknownOutcomeError(TierError):
+    """The other side died or was restarted under a call that is not safe to repeat: it may have happened or not.
+
+    Of a `resume`: asking again ends it either way, with the sequence or with `StaleError`. Of a `suspend`: `wake` lets
+    the sequence run on, if it is still there.
+    """
+
+    def __init__(self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = False) -> None:
+        super().__init__(message, key, tier, retryable)
+
+
 class StaleError(TieredCacheError):
     """An epoch, generation or token count is not the expected one: the caller speaks of a past that is fenced off."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,9 @@ from serving import DEADLINE_S, MODELS, compute, never_moved, serve, some_tokens
 
 from actors.cluster import RAY_NAMESPACE, RayCluster
 from actors.ports import GRACE_S, Port
-from tiered_cache.errors import DeadlineError, MissReason, StaleError, TieredCacheError, TierError
+from tiered_cache.errors import DeadlineError, MissReason, StaleError, TieredCacheError, TierError, UnknownOutcomeError
 from tiered_cache.policy.base import Hints
-from tiered_cache.service.messages import Prompt
+from tiered_cache.service.messages import Prompt, Ticket
 from tiered_cache.service.router import RouterSettings
 from tiered_cache.testing.mortal import kill_actor
 from tiered_cache.tiers.base import Durability, TierUsage
@@ -69,7 +70,7 @@ def test_a_worker_that_dies_between_export_and_acknowledgement(start: Start) -> 
     worker = cluster.workers[served.placement.owner]
     worker.call(object, "die_in", "export", deadline_s=DEADLINE_S)
     started_s = time.monotonic()
-    with pytest.raises(TierError, match="dead"):
+    with pytest.raises(TierError, match=r"worker-. is restarting"):
         cluster.tierings[node_of(cluster)].spill(served.run.offer, HOST, Hints(), 60.0, deadline_s=DEADLINE_S)
     assert time.monotonic() - started_s < DEADLINE_S
     after = host_usage(cluster)
@@ -222,4 +223,48 @@ def test_a_router_that_dies_loses_nothing(start: Start) -> None:
     restart(cluster.router)
     again = serve(cluster, np.concatenate([some_tokens(100, seed=1), some_tokens(3, seed=2)]))
     assert again.placement.restored_tokens == 100
+    assert cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S).mark == served.mark
+
+
+def test_who_asks_while_the_router_restarts_waits_for_it(start: Start) -> None:
+    cluster = start()
+    serve(cluster, some_tokens(100))
+    longer = np.concatenate([some_tokens(100), some_tokens(3, seed=2)])
+    for _ in range(3):
+        ray.kill(ray.get_actor(cluster.router.actor, namespace=RAY_NAMESPACE), no_restart=False)
+        assert compute(cluster, longer).placement.restored_tokens == 100
+    ray.kill(ray.get_actor(cluster.router.actor, namespace=RAY_NAMESPACE), no_restart=True)
+    started_s = time.monotonic()
+    with pytest.raises(TierError, match="router is"):
+        compute(cluster, longer)
+    assert time.monotonic() - started_s < NOISE_S, "it will never come back"
+
+
+def test_what_must_not_be_done_twice_is_not_and_its_caller_knows(start: Start) -> None:
+    """The router dies in the middle of a suspend and of a resume."""
+    cluster = start(worker=FaultyWorker, workers=1)
+    worker = cluster.workers["worker-0"]
+    served = compute(cluster, some_tokens(50))
+
+    def in_the_middle(call: str, asked: Callable[[], object]) -> None:
+        worker.call(object, "sleep_in", call, 1.0, deadline_s=DEADLINE_S)
+        calls: int = worker.call(int, "calls_of", call, deadline_s=DEADLINE_S)
+        with ThreadPoolExecutor(1) as thread:
+            asking = thread.submit(asked)
+            while worker.call(int, "calls_of", call, deadline_s=DEADLINE_S) == calls:
+                time.sleep(0.01)
+            ray.kill(ray.get_actor(cluster.router.actor, namespace=RAY_NAMESPACE), no_restart=False)
+            with pytest.raises(UnknownOutcomeError, match="may have happened or not"):
+                asking.result()
+        worker.call(object, "sleep_in", call, 0.0, deadline_s=DEADLINE_S)
+
+    def suspended() -> Ticket:
+        return cluster.router.suspend(served.run.source, node_of(cluster), HOST, deadline_s=DEADLINE_S)
+
+    in_the_middle("export", suspended)
+    with pytest.raises(StaleError, match="suspended"):
+        worker.run(served.run.source, Prompt(some_tokens(60)), (), deadline_s=DEADLINE_S)
+    worker.wake(served.run.source, deadline_s=DEADLINE_S)
+    ticket = suspended()
+    in_the_middle("digest", lambda: cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S))
     assert cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S).mark == served.mark

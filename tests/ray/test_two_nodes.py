@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_serving import QUIET, SMALL, helpers_for_workers, start_cluster
 from serving import DEADLINE_S, MODELS, compute, never_moved, serve, some_tokens
 
 from actors.cluster import RayCluster
+from actors.names import ClusterName
 from actors.ports import Port, RemoteOwner
+from actors.router import RouterActor
 from tiered_cache.errors import CapacityError, ConfigError, TierError
 from tiered_cache.service.messages import Prompt
 from tiered_cache.service.router import RouterSettings
+from tiered_cache.testing.mortal import kill_actor
 from tiered_cache.tiers.base import Durability
 
 MODEL = MODELS[0]
@@ -114,9 +118,43 @@ def is_dead(port: Port) -> bool:
     return False
 
 
-def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any) -> None:
+def node_of(actor: Any) -> str:
+    node: str = ray.get(
+        actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=DEADLINE_S
+    )
+    return node
+
+
+def router_on(cluster: RayCluster, node: str) -> Any:
+    """Make sure that the router is on this node: Ray takes a soft affinity for a hint. Its handle keeps it alive."""
+    port = cluster.router
+    members = port.members(deadline_s=DEADLINE_S)
+    handle = ray.get_actor(port.actor, namespace=port.ray_namespace)
+    until_s = time.monotonic() + 60
+    while node_of(handle) != node:
+        assert time.monotonic() < until_s
+        kill_actor(port.actor, port.ray_namespace)
+        options = {
+            "name": port.actor,
+            "namespace": port.ray_namespace,
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "max_concurrency": 8,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
+        }
+        names = ClusterName(cluster.cluster.name, port.ray_namespace)
+        handle = ray.remote(RouterActor).options(**options).remote(names, *members, RouterSettings(ask_s=1.0))
+        assert port.members(deadline_s=DEADLINE_S) == members
+    return handle
+
+
+@pytest.mark.parametrize("with_router", [False, True])
+def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any, with_router: bool) -> None:
+    """Also if the router was on it, which is a while in coming back."""
     doomed = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+    home = doomed.node_id if with_router else machines.head_node.node_id
     with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=1.0)) as cluster:
+        router = router_on(cluster, home)
         nodes = {
             name: worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node
             for name, worker in cluster.workers.items()
@@ -145,5 +183,6 @@ def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any) -> None:
         assert cluster.router.resume(plans[kept_worker], 200, deadline_s=10).mark == never_moved(
             MODEL, some_tokens(60, 1)
         )
+        assert not with_router or node_of(router) != home
         recomputed = compute(cluster, plans[lost_worker].prompt.tokens, deadline_s=10)
         assert recomputed.mark == never_moved(MODEL, some_tokens(60, 0))
