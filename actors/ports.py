@@ -13,6 +13,7 @@ not, and raises `UnknownOutcomeError`.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -26,12 +27,12 @@ from ray.exceptions import (
 )
 
 from tiered_cache.cache import PlannedFrame
+from tiered_cache.deadline import Deadline
 from tiered_cache.engines.base import FrameName
 from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError, UnknownOutcomeError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.policy.base import Hints
-from tiered_cache.service.deadline import Deadline
 from tiered_cache.service.messages import (
     Bid,
     Bytes,
@@ -54,8 +55,6 @@ _T = TypeVar("_T")
 
 GRACE_S = 0.5
 """How much longer than its deadline a caller waits, so that the other side's own `DeadlineError` can arrive."""
-
-
 RESTART_POLL_S = 0.05
 """How often a patient caller asks whether an actor is back."""
 
@@ -118,11 +117,7 @@ class Port:
             raise TierError(f"{self.actor}.{method} failed: {_first_line(error)}", retryable=True) from error
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _port, (type(self), self.actor, self.ray_namespace, self.patient)
-
-
-def _port(kind: type[Port], actor: str, ray_namespace: str, patient: bool) -> Port:
-    return kind(actor, ray_namespace, patient=patient)
+        return partial(type(self), patient=self.patient), (self.actor, self.ray_namespace)
 
 
 class RemoteOwner(Port):
