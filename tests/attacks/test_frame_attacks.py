@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import msgpack
 import numpy as np
 import pytest
-import xxhash
 import zstandard
+from forging import signed, sums
 from hypothesis import given, settings
 
 from tiered_cache import codecs, frame
@@ -48,31 +48,8 @@ def sizes(*chunk_bytes: int) -> bytes:
 
 def values(rows: Sequence[object], bodies: Sequence[bytes]) -> list[object]:
     """The meta of a frame of `KEY`."""
-    sums = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(body)) for body in bodies)
     key = [KEY.namespace, KEY.prefix, KEY.parent, KEY.group, KEY.tokens, KEY.rank, KEY.private]
-    return [*key, IDENTITY, GEOMETRY.fingerprint(), 0, 16, 5, list(rows), sums]
-
-
-def signed(meta: bytes, bodies: Sequence[bytes] = (), **lies: int) -> bytes:
-    """A frame of this meta and these sections in which every checksum holds; `lies` replace numbers of the header."""
-    size = 64 + len(meta)
-    offset, offsets, total = frame._positions(size, [len(body) for body in bodies])
-    fixed = struct.pack(
-        "<8sIIQQQQQ",
-        b"\x89TCF\r\n\x1a\n",
-        lies.get("version", 1),
-        lies.get("size", size),
-        lies.get("offset", offset),
-        lies.get("total", total),
-        xxhash.xxh3_64_intdigest(meta),
-        lies.get("reserved", 0),
-        0,
-    )
-    data = bytearray(max(total, offset))
-    data[:size] = fixed + struct.pack("<Q", xxhash.xxh3_64_intdigest(fixed)) + meta
-    for start, body in zip(offsets, bodies, strict=True):
-        data[start : start + len(body)] = body
-    return bytes(data)
+    return [*key, IDENTITY, GEOMETRY.fingerprint(), 0, 16, 5, list(rows), sums(bodies)]
 
 
 def forged(rows: Sequence[object], bodies: Sequence[bytes] = BODIES) -> bytes:
