@@ -29,6 +29,7 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what is marked slow")
+    parser.addoption("--flips", type=int, default=60, help="how many changes to stored frames a durable place sees")
     parser.addoption("--kills", type=int, default=30, help="how many processes each test of kill -9 kills")
 
 
