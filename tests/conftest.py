@@ -30,6 +30,7 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run what is marked slow")
     parser.addoption("--flips", type=int, default=60, help="how many changes to stored frames a durable place sees")
+    parser.addoption("--examples", type=int, default=150, help="how many inputs each reader is fuzzed with")
     parser.addoption("--kills", type=int, default=30, help="how many processes each test of kill -9 kills")
 
 

@@ -61,3 +61,34 @@ def without_section(data: bytes, name: str) -> bytes:
     assert len(kept) == len(rows) - 1
     values[ROWS] = [rows[i] for i in kept]
     return sealed(values, [bodies[i] for i in kept])
+
+
+def resealed(data: bytes) -> bytes:
+    """Whatever was changed in a frame, with checksums that hold again, as far as it is still one."""
+    changed = bytearray(data)
+    if len(changed) < frame.FIXED_HEADER_BYTES:
+        return data
+    size = int.from_bytes(changed[12:16], "little")
+    if not frame.FIXED_HEADER_BYTES < size <= len(changed):
+        size = len(changed)
+        changed[12:16] = struct.pack("<I", size)
+    _reseal_sections(changed, size)
+    changed[32:40] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(changed[frame.FIXED_HEADER_BYTES : size])))
+    changed[56:64] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(changed[:56])))
+    return bytes(changed)
+
+
+def _reseal_sections(changed: bytearray, size: int) -> None:
+    """The sums at the end of the meta, and the header's numbers, if there is a table to follow."""
+    try:
+        values = msgpack.unpackb(bytes(changed[frame.FIXED_HEADER_BYTES : size]), max_array_len=1 << 10)
+        stored = [row[4] for row in values[ROWS]]
+        if not all(isinstance(count, int) and 0 <= count < 1 << 40 for count in stored):
+            return
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException):
+        return
+    offset, offsets, total = frame._positions(size, stored)
+    changed[16:32] = struct.pack("<QQ", offset, total)
+    checked = [bytes(changed[start : start + count]) for start, count in zip(offsets, stored, strict=True)]
+    if len(checked) * 8 < size - frame.FIXED_HEADER_BYTES:
+        changed[size - 8 * len(checked) : size] = sums(checked)

@@ -136,6 +136,8 @@ def read_descriptor(data: bytes, digest: bytes) -> Namespace:
     if list(map(type, content)) != [bytes, dict, dict]:
         raise FrameError("the descriptor's fields are not an identity and a geometry")
     identity_digest, document, geometry_document = content
+    if not all(isinstance(name, str) and isinstance(value, str | bytes) for name, value in document.items()):
+        raise FrameError("the descriptor's identity is not text and bytes by name")
     geometry = Geometry.from_document(geometry_document)
     if namespace_of(identity_digest, geometry.fingerprint()) != digest:
         raise IdentityError("the descriptor describes another namespace")
