@@ -5,6 +5,9 @@ A spill is `admit` (what is wanted, and room for it), then `spill` (keep it, ack
 drop; they are written to the tier below, read back there, and only then dropped above: a frame is never in neither
 place. What a policy is asked about is the checkpoint; which frames that means is the index's arithmetic.
 
+Time: every wait ends by the deadlines of `deadline.until`. What a call needs of a tier that does not answer is then a
+`DeadlineError`, or a miss; what it does not need does not delay it.
+
 Threads: any. One lock guards index, policies and figures; no tier is asked for anything, and no byte is encoded or
 hashed, while it is held. What is on its way into a tier is claimed in the index, so that no one drops the prefix
 under it; how a tier and the index stay in step is the subject of `tiered_cache.level`.
@@ -19,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -29,8 +33,10 @@ import numpy.typing as npt
 
 from tiered_cache import frame
 from tiered_cache.codecs import Mode
+from tiered_cache.deadline import Deadline, deadlines, until, wait_s
 from tiered_cache.errors import (
     CapacityError,
+    DeadlineError,
     IdentityError,
     MissReason,
     StateError,
@@ -65,6 +71,10 @@ RUNNING_TOKENS_MAX = 1 << 24
 """How many tokens of requests between look-up and spill are remembered; the oldest requests go first."""
 ROOM_ATTEMPTS = 3
 """How often room is made for one spill, if others take what was freed."""
+PART_S = 30.0
+"""The longest that one tier is waited for in what another could do without."""
+ENCODE_S = 60.0
+"""How long to wait for the executor to encode a batch."""
 _REQUEST_TOKENS_MIN = 1 << 10  # a short request is charged as much: what it takes besides its tokens
 
 _log = logging.getLogger(__name__)
@@ -79,6 +89,7 @@ class DeclineReason(StrEnum):
     NO_ROOM = "others took the room"
     CROWDED = "all checkpoints inside its block are pinned"
     NO_TIER = "no tier is as durable"
+    TOO_LARGE = "larger than any such tier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +301,10 @@ class TieredCache:
         known = self._state.add(Namespace.of(identity, geometry))
         for level in self._levels:
             try:
-                self._describe(level, known)
-                if level.is_strange(known):
-                    level.adopt(known)
+                with _some_time():
+                    self._describe(level, known)
+                    if level.is_strange(known):
+                        level.adopt(known)
             except TieredCacheError as error:
                 self._count(f"errors.{level.name}.register")
                 _log.warning("tier %s has no descriptor of %s: %s", level.name, known.digest.hex()[:16], error.message)
@@ -409,13 +421,13 @@ class TieredCache:
         with self._lock:
             left, self._left = self._left, []
         for level in self._levels if left else ():
-            level.drop((prefix, RemovalReason.DISCARDED) for prefix in left)
+            level.drop(((prefix, RemovalReason.DISCARDED) for prefix in left), at_leisure=True)
 
     def _drop_expired(self) -> None:
         with self._lock:
             expired = self._lifetimes.expired(self._clock())
         for level in self._levels if expired else ():
-            level.drop((prefix, RemovalReason.EXPIRED) for prefix in expired)
+            level.drop(((prefix, RemovalReason.EXPIRED) for prefix in expired), at_leisure=True)
 
     def fetch(
         self, keys: Sequence[FrameKey], bytes_max: int, lineages: Sequence[int] | None = None
@@ -423,8 +435,9 @@ class TieredCache:
         """The stored bytes of these frames, read-only, or why one is not there.
 
         Ends before the frame that would take it over `bytes_max`, but one always comes. A frame is read once, from the
-        fastest tier that has it; checking it is the reader's, who also knows what it must be. Drop the bytes soon:
-        they hold room in their tier.
+        fastest tier that has it, for all who ask for it at once; checking it is the reader's, who also knows what it
+        must be. Drop the bytes soon: they hold room in their tier. What did not come by the caller's deadline is a
+        `MissReason.DEADLINE`.
 
         With `lineages`, one a key, a copy that is known to come from another computation is not taken (0: any will
         do). Of a copy that was found after a restart nothing is known before it was read: the reader checks again.
@@ -446,7 +459,7 @@ class TieredCache:
             pending = []
             for tier, indices in asked.items():
                 level = self._by_name[tier]
-                answers = level.get(keys[i] for i in indices)
+                answers = level.share([keys[i] for i in indices])
                 for i, answer in zip(indices, answers, strict=True):
                     if isinstance(answer, memoryview):
                         bodies[i] = np.frombuffer(answer, np.uint8)
@@ -454,7 +467,8 @@ class TieredCache:
                     tried[i].add(tier)
                     pending.append(i)
                     if isinstance(answer, TierError):
-                        bodies[i] = MissReason.TIER_ERROR
+                        late = isinstance(answer, DeadlineError)
+                        bodies[i] = MissReason.DEADLINE if late else MissReason.TIER_ERROR
                     else:
                         level.judge_if_listed(keys[i])
         return bodies
@@ -469,9 +483,9 @@ class TieredCache:
     def admit(self, offer: Offer, durability: Durability, hints: Hints) -> Grant:
         """Settle which of the offered checkpoints are wanted and make room for them, before any byte moves.
 
-        They will be in the fastest tier of at least `durability`, and in the faster ones as far as their policies
-        like; a suspended sequence's only in the one. What they would rely on there is read, unless that was done
-        before, and a bad frame is asked for again.
+        Each will be in the fastest tier of at least `durability` that is large enough to ever hold it, and in the
+        faster ones as far as their policies like; a suspended sequence's only in the one. What they would rely on there
+        is read, unless that was done before, and a bad frame is asked for again.
 
         The grant must be used by `spill` or ended by `abandon`. What is not wanted or has no room is declined with a
         reason, which is not an error. Raises `IdentityError` for an unknown namespace or what cannot be an offer, and
@@ -481,21 +495,19 @@ class TieredCache:
         offer.check(known.geometry)
         grant = Grant(offer)
         stops, declined = self._wanted(offer, hints)
-        required = next((level for level in self._levels if level.tier.durability >= durability), None)
-        if required is None:
-            declined += [(tokens, DeclineReason.NO_TIER) for tokens in stops]
+        places, homeless = self._places(stops, durability, known)
+        declined += homeless
         try:
-            if required is not None and stops:
+            if places:
                 self._drop_left()
                 self._drop_expired()
-                for level in self._levels:
-                    level.tidy()
                 if not offer.private:
                     with self._lock:
-                        self._lifetimes.left(offer, stops, hints, self._clock())
-                declined += self._admit_to(required, offer, stops, known, grant.targets)
+                        self._lifetimes.left(offer, [n for _, some in places for n in some], hints, self._clock())
+            for level, some in places:
+                declined += self._admit_to(level, offer, some, known, grant.targets)
                 if not offer.private:
-                    self._admit_above(required, offer, stops, known, grant.targets)
+                    self._admit_above(level, offer, some, known, grant.targets)
         except BaseException:
             self.abandon(grant)
             raise
@@ -506,14 +518,31 @@ class TieredCache:
             self._count(f"declined.{reason.name.lower()}")
         return grant
 
+    def _places(
+        self, stops: Sequence[int], durability: Durability, known: Namespace
+    ) -> tuple[list[tuple[Level, list[int]]], list[tuple[int, DeclineReason]]]:
+        """For each checkpoint, the fastest tier of this durability that can ever hold it; and those with none."""
+        levels = [level for level in self._levels if level.tier.durability >= durability]
+        places: dict[str, list[int]] = {}
+        homeless: list[tuple[int, DeclineReason]] = []
+        for tokens in stops:
+            level = next((level for level in levels if _can_hold(level, tokens, known)), None)
+            if level is not None:
+                places.setdefault(level.name, []).append(tokens)
+            else:
+                homeless.append((tokens, DeclineReason.TOO_LARGE if levels else DeclineReason.NO_TIER))
+        return [(self._by_name[name], some) for name, some in places.items()], homeless
+
     def _admit_above(
         self, required: Level, offer: Offer, stops: Sequence[int], known: Namespace, targets: list[_Target]
     ) -> None:
         """Let the faster tiers take what they like."""
         there = len(targets)
         for level in self._levels[: self._order[required.name]]:
+            fitting = [tokens for tokens in stops if _can_hold(level, tokens, known)]
             try:
-                self._admit_to(level, offer, stops, known, targets)
+                if fitting:
+                    self._admit_to(level, offer, fitting, known, targets)
             except TieredCacheError:
                 self._count(f"errors.{level.name}.admit")
         for target in targets[there:]:
@@ -644,6 +673,7 @@ class TieredCache:
         Adds to `targets` what the tier then needs, unless that is nothing; returns why it does not take the others.
         Raises `TierError`; no room is held then.
         """
+        level.tidy()
         try:
             self._describe(level, known)
         except CapacityError:
@@ -745,6 +775,7 @@ class TieredCache:
 
     def _make_room(self, level: Level, bytes_: int) -> None:
         """Drop what the policy chooses until so much is free, as far as that is possible."""
+        level.tidy()
         free_bytes = level.tier.usage().bytes_free - bytes_
         if free_bytes < 0:
             with self._lock:
@@ -758,7 +789,10 @@ class TieredCache:
         self._make_room(level, 0)
 
     def _evict(self, level: Level, prefixes: Sequence[PrefixId]) -> None:
-        """Drop checkpoints and what only they need, after the tier below had its chance; pinned ones stay."""
+        """Drop checkpoints and what only they need, after the tier below had its chance; pinned ones stay.
+
+        A tier below that is slow gets half of the time that is left; what it has not taken by then is gone.
+        """
         below = level.below
         if below is None:
             level.drop((prefix, RemovalReason.EVICTED) for prefix in prefixes)
@@ -767,7 +801,8 @@ class TieredCache:
             mine = [prefix for prefix in prefixes if prefix not in level.leaving]
             level.leaving.update(mine)
         try:
-            moved = {prefix for prefix in mine if self._demote(prefix, level, below)}
+            with _some_time():
+                moved = {prefix for prefix in mine if self._demote(prefix, level, below)}
             level.drop((prefix, RemovalReason.MOVED if prefix in moved else RemovalReason.EVICTED) for prefix in mine)
         finally:
             with self._lock:
@@ -832,10 +867,26 @@ class TieredCache:
         durability = target.level.tier.durability
         receipts: list[Receipt] = []
         for batch in known.batches(names):
-            encode = map if target.level.mode is Mode.RAW else self._executor.map
-            arrivals = target.level.put(list(encode(stored, batch)), target.room)
+            arrivals = target.level.put(self._encoded(target.level.mode, stored, batch), target.room)
             receipts += [Receipt(arrived.key, arrived.bytes, durability, arrived.created) for arrived in arrivals]
         return receipts
+
+    def _encoded(
+        self, mode: Mode, stored: Callable[[FrameName], StoredFrame], batch: Sequence[FrameName]
+    ) -> list[StoredFrame]:
+        """The stored forms of a batch, made by the executor if that is more than a copy."""
+        if mode is Mode.RAW:
+            return [stored(name) for name in batch]
+        held, limit_s = deadlines(), wait_s(ENCODE_S)
+
+        def in_time(name: FrameName) -> StoredFrame:
+            with until(*held):
+                return stored(name)
+
+        try:
+            return list(self._executor.map(in_time, batch, timeout=limit_s))
+        except TimeoutError:
+            raise DeadlineError(f"{len(batch)} frames were not encoded within {limit_s:.3g} s") from None
 
     # What is there
 
@@ -884,8 +935,26 @@ class TieredCache:
         self._state.count(what)
 
 
+def _some_time() -> AbstractContextManager[None]:
+    """Half of the time that is left, for what helps and must not cost the rest."""
+    return until(Deadline.after(wait_s(2 * PART_S) / 2))
+
+
 def _stored(name: FrameName, lineage: int, encoded: EncodedFrame) -> StoredFrame:
     return StoredFrame(name, encoded.key, lineage, encoded.total_bytes, encoded.buffers())
+
+
+def _can_hold(level: Level, tokens: int, known: Namespace) -> bool:
+    """Whether a tier's budget is enough for one rank's checkpoint and all that it needs."""
+    geometry, footprint = known.geometry, level.tier.footprint
+    size = geometry.block_tokens
+    need = sum(
+        len(group.blocks_needed(tokens, size)) * footprint(known.frame_bytes(group.name, size))
+        for group in geometry.block_groups
+    )
+    if geometry.needs_checkpoint(tokens):
+        need += footprint(known.frame_bytes(CHECKPOINT, tokens))
+    return need <= level.tier.bytes_max
 
 
 def _own_lineage(offer: Offer, name: FrameName) -> int:

@@ -8,6 +8,8 @@ out to be bad passes through here:
 - The policy is told of a checkpoint in the moment in which the index lists or forgets it.
 - Only a verified absence, or bytes that were read and are bad, take a frame out of the index unasked.
 - What may be in the tier and is not listed, since a put or a delete has failed, is remembered, and deleted later.
+- A call that nobody waits for any more keeps its names until it has ended.
+- Who asks for a frame that is being read already gets the same bytes, or the same error: it is read once for all.
 
 The lock over index, policies and figures is never held while the tier is asked for anything.
 """
@@ -20,10 +22,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from tiered_cache.codecs import Mode
+from tiered_cache.deadline import wait_s
 from tiered_cache.errors import (
     DeadlineError,
     FrameNotFoundError,
@@ -44,7 +49,16 @@ from tiered_cache.namespace import (
 )
 from tiered_cache.policy.base import CachePolicy
 from tiered_cache.prefix_tree import plain_name
-from tiered_cache.tiers.base import Durability, GetAnswer, GetRequest, PutItem, PutOutcome, Reservation, Tier
+from tiered_cache.tiers.base import (
+    Durability,
+    GetAnswer,
+    GetRequest,
+    LateError,
+    PutItem,
+    PutOutcome,
+    Reservation,
+    Tier,
+)
 
 PUT_ATTEMPTS = 3
 """How often something is put whose place is taken by something bad."""
@@ -53,7 +67,9 @@ DOOMED_MAX = 1 << 16
 TIDY_MAX = 256
 """How many of them are deleted at once."""
 ALONE_S = 60.0
-"""How long to wait for another thread's work on the same frames."""
+"""How long to wait for another thread's work on the same frames, or for what it reads."""
+WAITING_MAX = 16
+"""How many threads may wait for others' work in one tier that can be slow: they are missing elsewhere."""
 
 _E = TypeVar("_E", bound=TieredCacheError)
 _log = logging.getLogger(__name__)
@@ -95,6 +111,13 @@ class _Reading(NamedTuple):
     bad: list[tuple[FrameName, TieredCacheError]]
     errors: list[TierError]
     """The tier could not say."""
+
+
+class _Flight(NamedTuple):
+    """A read that all wait for who ask for the same frame, until it has an answer or has taken too long."""
+
+    answer: Future[GetAnswer]
+    until_s: float
 
 
 class CacheState:
@@ -154,6 +177,9 @@ class Level:
         self._state = state
         self._index = state.index
         self._busy: set[FrameName] = set()
+        self._late: Counter[FrameName] = Counter()  # of calls that nobody waits for any more
+        self._flights: dict[str, _Flight] = {}  # what is being read, by path
+        self._waiting = 0
         self._doomed: dict[FrameName, None] = {}  # may be there and are not listed
         self._described: set[bytes] = set()  # namespaces whose descriptor is there
         self._strange: set[bytes] = set()  # namespaces of which there are frames and no sound descriptor
@@ -169,8 +195,14 @@ class Level:
         """Nobody else puts, deletes or judges these frames meanwhile. Never within another such block."""
         freed = self._state.freed
         with freed:
-            if not freed.wait_for(lambda: self._busy.isdisjoint(names), ALONE_S):
-                raise DeadlineError(f"others work on the same frames for more than {ALONE_S} s", None, self.name)
+            if not self._busy.isdisjoint(names):
+                limit_s = wait_s(ALONE_S)
+                with self._waits():
+                    if not freed.wait_for(lambda: self._busy.isdisjoint(names), limit_s):
+                        raise DeadlineError(
+                            f"others work on the same frames for more than {limit_s:.3g} s", None, self.name
+                        )
+            self._refuse_late(names)
             self._busy.update(names)
         try:
             yield
@@ -178,6 +210,37 @@ class Level:
             with freed:
                 self._busy.difference_update(names)
                 freed.notify_all()
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """Count a wait for another thread's work. Raises `DeadlineError` if too many wait already."""
+        with self._state.lock:
+            if self._waiting >= WAITING_MAX and self.tier.durability is not Durability.HOST:
+                raise DeadlineError(f"{self._waiting} others wait for the same tier", None, self.name)
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._state.lock:
+                self._waiting -= 1
+
+    def _keep_late(self, names: Collection[FrameName], error: TieredCacheError) -> None:
+        """If the call that gave this error still runs, nobody else may touch its names until it has ended."""
+        if not isinstance(error, LateError):
+            return
+        with self._state.lock:
+            self._late.update(names)
+
+        def ended(_: object) -> None:
+            with self._state.lock:
+                self._late -= Counter(names)
+
+        error.ended.add_done_callback(ended)
+
+    def _refuse_late(self, names: Collection[FrameName]) -> None:
+        with self._state.lock:
+            if not self._late.keys().isdisjoint(names):
+                raise DeadlineError("an earlier call for the same frames has not ended", None, self.name)
 
     @contextmanager
     def _counted(self, how: str) -> Iterator[None]:
@@ -280,10 +343,12 @@ class Level:
     ) -> tuple[list[StoredFrame], list[StoredFrame]]:
         """The frames that were created, and are listed, and those that were there."""
         names = [stored.name for stored in frames]
+        self._refuse_late(names)  # the quarantine of one of them, say
         try:
             outcomes = self.tier.put([PutItem(stored.key.path(), stored.buffers) for stored in frames], room)
-        except TieredCacheError:
+        except TieredCacheError as error:
             self._state.count(f"errors.{self.name}.put")
+            self._keep_late(names, error)
             self._doom(names)  # the tier takes back what it can, we the rest
             raise
         created: list[StoredFrame] = []
@@ -298,8 +363,11 @@ class Level:
 
     # Out
 
-    def drop(self, chosen: Iterable[tuple[PrefixId, RemovalReason]]) -> None:
-        """Drop checkpoints and what only they need; pinned ones, and those that are gone, are left alone."""
+    def drop(self, chosen: Iterable[tuple[PrefixId, RemovalReason]], *, at_leisure: bool = False) -> None:
+        """Drop checkpoints and what only they need; pinned ones, and those that are gone, are left alone.
+
+        For a caller who does not need the room, `at_leisure`, a tier that can be slow is not asked: `tidy` does that.
+        """
         names: list[FrameName] = []
         dropped: list[tuple[PrefixId, RemovalReason]] = []
         with self._state.lock:
@@ -314,7 +382,10 @@ class Level:
                     self._state.counters[f"dropped.{self.name}.{reason}"] += 1
             if dropped:
                 self.policy.commit([], dropped, self._state.policy_s(), view)
-        self.delete(names)
+        if at_leisure and self.tier.durability is not Durability.HOST:
+            self._doom(names)
+        else:
+            self.delete(names)
 
     def release(self, claims: Iterable[Claim]) -> None:
         """End claims, and drop what came under them without its checkpoint."""
@@ -328,23 +399,28 @@ class Level:
             for name in names:
                 self._index.remove(name, self.name, RemovalReason.ABANDONED)
 
-    def delete(self, names: Sequence[FrameName]) -> None:
-        """Delete from the tier what is not listed; what cannot be deleted now is tried again later."""
+    def delete(self, names: Sequence[FrameName]) -> bool:
+        """Delete from the tier what is not listed; what cannot be deleted now, False then, is tried again later."""
         if not names:
-            return
+            return True
         try:
             with self._alone(names):
                 with self._state.lock:
                     gone = [name for name in names if not self._index.holds(name, self.name)]
-                self.tier.delete([key_of(name).path() for name in gone])
+                try:
+                    self.tier.delete([key_of(name).path() for name in gone])
+                except TierError as error:
+                    self._keep_late(gone, error)
+                    raise
         except TierError as error:
             self._state.count(f"errors.{self.name}.delete")
             _log.warning("tier %s: %d frames are to be deleted later: %s", self.name, len(names), error.message)
             self._doom(names)
-        else:
-            with self._state.lock:
-                for name in names:
-                    self._doomed.pop(name, None)
+            return False
+        with self._state.lock:
+            for name in names:
+                self._doomed.pop(name, None)
+        return True
 
     def _doom(self, names: Iterable[FrameName]) -> None:
         with self._state.lock:
@@ -353,10 +429,12 @@ class Level:
                 del self._doomed[next(iter(self._doomed))]
 
     def tidy(self) -> None:
-        """Delete what failed calls have left behind."""
-        with self._state.lock:
-            doomed = list(itertools.islice(self._doomed, TIDY_MAX))
-        self.delete(doomed)
+        """Delete what failed calls have left behind, and what was dropped at leisure, until one call fails."""
+        while True:
+            with self._state.lock:
+                doomed = list(itertools.islice((n for n in self._doomed if n not in self._late), TIDY_MAX))
+            if not doomed or not self.delete(doomed):
+                return
 
     # What is there
 
@@ -373,6 +451,61 @@ class Level:
         if failed := sum(isinstance(answer, TierError) for answer in answers):
             self._state.count(f"errors.{self.name}.get", failed)
         return answers
+
+    def share(self, keys: Sequence[FrameKey]) -> Sequence[GetAnswer]:
+        """Like `get`, but what another thread is reading is not read again: both have its answer.
+
+        A reader whose deadline passes leaves; the others wait for what it has asked for.
+        """
+        flights: dict[str, _Flight] = {}
+        mine: dict[str, FrameKey] = {}
+        paths = [key.path() for key in keys]
+        now_s = time.monotonic()
+        with self._state.lock:
+            for key, path in zip(keys, paths, strict=True):
+                if path not in self._flights:
+                    self._flights[path], mine[path] = _Flight(Future(), now_s + ALONE_S), key
+                flights[path] = self._flights[path]
+        answers = self._lead(mine) if mine else {}
+        return [answers[path] if path in answers else self._follow(path, flights[path]) for path in paths]
+
+    def _lead(self, keys: dict[str, FrameKey]) -> dict[str, GetAnswer]:
+        """Read for all who ask; what still runs when this thread's time is over is theirs to wait for."""
+        answers: dict[str, GetAnswer] = {}
+        try:
+            answers.update(zip(keys, self.get(keys.values()), strict=True))
+        finally:
+            for path in keys:
+                answer = answers.get(path, TierError("who read it for others has failed", path, self.name))
+                if isinstance(answer, LateError) and answer.by_caller:
+                    answer.ended.add_done_callback(partial(self._landed, path))
+                else:
+                    self._land(path, answer)
+        return answers
+
+    def _landed(self, path: str, late: Future[GetAnswer]) -> None:
+        failure = late.exception()
+        self._land(path, late.result() if failure is None else TierError(str(failure), path, self.name))
+
+    def _land(self, path: str, answer: GetAnswer) -> None:
+        with self._state.lock:
+            flight = self._flights.pop(path, None)
+        if flight is not None:
+            flight.answer.set_result(answer)
+
+    def _follow(self, path: str, flight: _Flight) -> GetAnswer:
+        if flight.answer.done():
+            return flight.answer.result()
+        try:
+            with self._waits():
+                return flight.answer.result(wait_s(max(0.0, flight.until_s - time.monotonic())))
+        except TimeoutError:
+            late = DeadlineError("it is being read, and was not here in time", path, self.name)
+            if time.monotonic() >= flight.until_s:
+                self._land(path, late)  # the next one tries anew
+            return late
+        except DeadlineError as error:
+            return error
 
     def _bytes_max(self, key: FrameKey) -> int:
         return self._state.namespace(key.namespace).frame_bytes(key.group, key.tokens)
@@ -440,8 +573,9 @@ class Level:
             _log.warning("tier %s: %s is set aside: %s", self.name, path, error.message)
             try:
                 self.tier.quarantine(path, error.message)
-            except TierError:
+            except TierError as failure:
                 self._state.count(f"errors.{self.name}.quarantine")
+                self._keep_late([name], failure)
                 self._doom([name])
             self._state.count(f"quarantined.{self.name}")
             leftover += self._forget(name, RemovalReason.QUARANTINED)

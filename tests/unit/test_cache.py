@@ -247,8 +247,23 @@ def test_what_has_no_room_is_declined_and_nothing_is_dropped_for_it() -> None:
         assert spill(cache, State(MIXED, some_tokens(5))).kept
         before = held(cache, "host")
         done = spill(cache, State(MIXED, some_tokens(80, seed=1)))
-        assert done.grant.declined == ((80, DeclineReason.NOT_WORTH_ITS_ROOM),)
+        assert done.grant.declined == ((80, DeclineReason.TOO_LARGE),)
         assert (done.grant.keys, done.kept, held(cache, "host")) == ((), [], before)
+
+
+def test_what_is_too_large_for_a_tier_goes_to_the_first_that_can_hold_it(tmp_path: Path) -> None:
+    tokens = some_tokens(80)
+    with node(open_host(16_000), open_disk(tmp_path)) as cache:
+        assert spill(cache, State(MIXED, some_tokens(9, seed=1))).kept == [Kept(9, HOST)]
+        before = held(cache, "host")
+        done = spill(cache, State(MIXED, tokens), 9, 80)
+        assert (done.grant.declined, done.kept) == ((), [Kept(9, HOST), Kept(80, DISK)])
+        assert held(cache, "host").keys() > before.keys()
+        hit = match(cache, MIXED, np.append(tokens, tokens[:1])).hit
+        assert hit is not None
+        assert (hit.tokens, hit.tier) == (80, "disk")
+        restore(cache, MIXED, hit, tokens)
+        assert spill(cache, State(MIXED, some_tokens(80, seed=2)), private=True).kept == [Kept(80, DISK)]
 
 
 # Pressure
@@ -439,7 +454,7 @@ def test_a_smaller_limit_shrinks_first(bytes_max: int, tmp_path: Path) -> None:
             hit = match(cache, MIXED, np.append(prompt, prompt[:1])).hit
             assert hit is not None
             restore(cache, MIXED, hit, prompt)
-        assert spill(cache, State(MIXED, some_tokens(9, seed=1))).kept == ([Kept(9, HOST)] if bytes_max else [])
+        assert spill(cache, State(MIXED, some_tokens(9, seed=1))).kept == [Kept(9, HOST if bytes_max else DISK)]
 
 
 def test_requests_between_look_up_and_spill_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
 from tiered_cache.cache import Hit, PlannedFrame, TieredCache
-from tiered_cache.deadline import Clock, Deadline
+from tiered_cache.deadline import Clock, Deadline, until
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError
 from tiered_cache.geometry import Geometry
@@ -61,25 +62,25 @@ class TieringService:
 
     def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
         """Make an identity and geometry known on this node; returns their namespace."""
-        del deadline_s
-        return self.cache.register(identity, geometry)
+        with self._until(deadline_s):
+            return self.cache.register(identity, geometry)
 
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
         """The longest proper prefix of the prompt that this node can restore, pinned for `pin_s` seconds."""
-        del deadline_s
         geometry = self.cache.geometry_of(namespace)
         if geometry is None:
             return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
         chain = prompt.chain(namespace, geometry.block_tokens)
-        found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s, now_s=prompt.now_s)
+        with self._until(deadline_s):
+            found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s, now_s=prompt.now_s)
         plan = None if found.hit is None else self._plan(found.hit)
         tier, size = (found.hit.tier, found.hit.bytes_stored) if found.hit else ("", 0)
         return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier, size)
 
     def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
         """The stored bytes of the first of these frames, up to `bytes_max`, or why one is not there."""
-        del deadline_s
-        return self.cache.fetch([frame.key for frame in frames], bytes_max, [frame.lineage for frame in frames])
+        with self._until(deadline_s):
+            return self.cache.fetch([frame.key for frame in frames], bytes_max, [frame.lineage for frame in frames])
 
     def spill(
         self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, *, deadline_s: float
@@ -90,6 +91,12 @@ class TieringService:
         not what was asked for, and `DeadlineError`; then nothing is acknowledged, and neither room nor pin is held.
         """
         deadline = Deadline.after(deadline_s, self._clock)
+        with until(deadline):
+            return self._spill(offer, durability, hints, pin_s, deadline)
+
+    def _spill(
+        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, deadline: Deadline
+    ) -> SpillResult:
         owner = self._owners(offer.source.owner)
         geometry = self._known(offer, owner, deadline)
         grant = self.cache.admit(offer.offer, durability, hints)
@@ -116,8 +123,8 @@ class TieringService:
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
         """A reader could not use this frame: its copies are checked, and set aside if they are bad."""
-        del deadline_s
-        self.cache.report_bad(key, why)
+        with self._until(deadline_s):
+            self.cache.report_bad(key, why)
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         """End a pin; False if it had ended before.
@@ -125,9 +132,9 @@ class TieringService:
         Pins of an earlier generation died with it, without protecting anything since; each can be ended once more,
         so that a ticket whose frames have survived on disk is still good for one sequence.
         """
-        del deadline_s
         if generation >= self.generation:
-            return generation == self.generation and self.cache.unpin(pin)
+            with self._until(deadline_s):
+                return generation == self.generation and self.cache.unpin(pin)
         with self._lock:
             if (generation, pin) in self._spent:
                 return False
@@ -135,6 +142,9 @@ class TieringService:
             if len(self._spent) > SPENT_MAX:
                 del self._spent[next(iter(self._spent))]
             return True
+
+    def _until(self, deadline_s: float) -> AbstractContextManager[None]:
+        return until(Deadline.after(deadline_s, self._clock))
 
     def _known(self, offer: SpillOffer, owner: OwnerPort, deadline: Deadline) -> Geometry:
         """The geometry of the offer's namespace; after a restart, or for a new kind of owner, from the owner itself."""

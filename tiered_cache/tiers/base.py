@@ -20,11 +20,12 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from tiered_cache.errors import CapacityError, FrameNotFoundError, TierError
+from tiered_cache.errors import CapacityError, DeadlineError, FrameNotFoundError, TierError
 
 ALIGNMENT = 64
 """Every buffer that a tier hands out begins at a multiple of this."""
@@ -97,6 +98,20 @@ class GetRequest:
 
 GetAnswer = memoryview | FrameNotFoundError | TierError
 """Bytes, a verified absence, or an error that says nothing about absence."""
+
+
+class LateError(DeadlineError):
+    """The wait for a call is over, and the call still runs: what it does under its names is not done yet."""
+
+    def __init__(self, message: str, tier: str, ended: Future[Any], *, retryable: bool, by_caller: bool) -> None:
+        super().__init__(message, None, tier, retryable)
+        self.ended = ended
+        """Done when the call has ended, with what it gave; of one answer of a `get`, with that answer."""
+        self.by_caller = by_caller
+        """Whether the caller had no more time; else the call has taken longer than any may."""
+
+    def __reduce__(self) -> tuple[type[DeadlineError], tuple[Any, ...]]:
+        return DeadlineError, self.args  # in another process there is nothing to wait for
 
 
 @dataclass(frozen=True, slots=True)

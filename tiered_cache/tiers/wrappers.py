@@ -25,10 +25,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from tiered_cache.deadline import wait_s
 from tiered_cache.errors import CapacityError, DeadlineError, FrameNotFoundError, TierError
 from tiered_cache.tiers.base import (
     GetAnswer,
     GetRequest,
+    LateError,
     PutItem,
     PutOutcome,
     QuarantinedEntry,
@@ -39,6 +41,7 @@ from tiered_cache.tiers.base import (
 )
 
 _LIST_TOGETHER = 1000
+_CHANGING = {"put", "delete", "quarantine"}  # a second such call, besides one that still runs, meets half of it
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -100,19 +103,31 @@ class WrappedTier(Tier):
 
 
 class DeadlineTier(WrappedTier):
-    """Every call ends after `deadline_s`, with a `DeadlineError` if the inner tier is not done by then.
+    """Every call ends after `deadline_s`, or by the deadlines of `deadline.until`, with a `DeadlineError`.
 
     Calls run in `executor`, which nothing that the inner tier waits for may use. A call that ends after its deadline
     has done what it did, but a late reservation is released, and a late read touches no buffer of the caller. The
-    buffers of a late put are still read: who changes them may find an entry of both, old bytes and new ones. At most
-    `running_max` calls are under way, hung ones included; one more is refused at once.
+    buffers of a late put are still read: who changes them may find an entry of both, old bytes and new ones. The error
+    for a call that still runs is a `LateError`: what it may still do to its names, nobody else should do meanwhile.
+
+    At most `running_max` calls are under way, hung ones included; one more is refused at once. So a place that hangs
+    holds up no more than so many threads, and of those that come later none.
     """
 
-    def __init__(self, inner: Tier, executor: Executor, deadline_s: float, *, running_max: int = 32) -> None:
+    def __init__(
+        self,
+        inner: Tier,
+        executor: Executor,
+        deadline_s: float,
+        *,
+        running_max: int = 32,
+        owns_executor: bool = False,
+    ) -> None:
         super().__init__(inner)
         self._executor = executor
         self._deadline_s = deadline_s
         self._running_max = running_max
+        self._owns_executor = owns_executor
         self._running = 0
         self._lock = threading.Lock()
 
@@ -131,11 +146,21 @@ class DeadlineTier(WrappedTier):
         own = [_without_into(request) for request in requests]
         try:
             answers = self.around("get", lambda: self.inner.get(own))
+        except LateError as error:
+            return [_late_answer(error, number) for number in range(len(requests))]
         except DeadlineError as error:
             return [error] * len(requests)
         return [_into(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
+    def close(self) -> None:
+        super().close()
+        if self._owns_executor:
+            self._executor.shutdown(wait=False)
+
     def _wait_for(self, call: str, do: Callable[[], _T], undo: Callable[[_T], object]) -> _T:
+        limit_s = wait_s(self._deadline_s)
+        if limit_s <= 0:
+            raise DeadlineError(f"{call}: no time is left", None, self.name)
         with self._lock:
             if self._running >= self._running_max:
                 raise DeadlineError(f"{call}: {self._running} earlier calls have not ended", None, self.name)
@@ -168,17 +193,19 @@ class DeadlineTier(WrappedTier):
                 self._running -= 1
             raise TierError(f"{call}: {error}", None, self.name) from error
         try:
-            return future.result(self._deadline_s)
+            return future.result(limit_s)
         except TimeoutError:
+            what = f"{call} was not done within {limit_s:.3g} s"
             if future.cancel():  # it never began
                 with self._lock:
                     self._running -= 1
-            else:
-                with self._lock:
-                    late = not done
-                if not late:
-                    return future.result()
-            raise DeadlineError(f"{call} was not done within {self._deadline_s} s", None, self.name) from None
+                raise DeadlineError(what, None, self.name) from None
+            with self._lock:
+                late = not done
+            if not late:
+                return future.result()
+            by_caller = limit_s < self._deadline_s
+            raise LateError(what, self.name, future, retryable=call not in _CHANGING, by_caller=by_caller) from None
 
 
 class RetryTier(WrappedTier):
@@ -265,7 +292,8 @@ class BreakerState(enum.Enum):
 class BreakerTier(WrappedTier):
     """After `failures` calls in a row that failed, or took longer than `slow_s`, calls are refused for `open_s`.
 
-    Then one call is let through: if it is well, all are. A `get` failed if it brought errors and nothing else.
+    Then one call is let through: if it is well, all are. A `get` failed if it brought errors and nothing else. A
+    deadline that passed before `slow_s` was its caller's, and says nothing about the place.
     While calls are refused no room is granted, so that nothing is prepared in vain; that counts as no call, since a
     place may well have room and not answer. Refusals are retryable errors.
     """
@@ -314,6 +342,9 @@ class BreakerTier(WrappedTier):
         except CapacityError:  # says nothing about the place
             well = None
             raise
+        except DeadlineError:
+            well = None if self._slow_s is not None and self._clock() - begun_s < self._slow_s else False
+            raise
         else:
             return result
         finally:
@@ -333,14 +364,15 @@ class BreakerTier(WrappedTier):
             answers = self.inner.get(requests)
             errors = [answer for answer in answers if isinstance(answer, TierError)]
             if errors and not any(isinstance(answer, memoryview) for answer in answers):
-                raise _NothingReadError(errors[0].message)
+                raise errors[0]
 
         try:
             self.around("get", ask)
-        except _NothingReadError:
-            pass
         except _RefusedError as error:
             return [error] * len(requests)
+        except TierError:
+            if not answers:
+                raise
         return answers
 
     def close(self) -> None:
@@ -385,10 +417,6 @@ class BreakerTier(WrappedTier):
 
 class _RefusedError(TierError):
     """The breaker's own."""
-
-
-class _NothingReadError(TierError):
-    """A `get` whose answers are all errors or absences."""
 
 
 BUCKETS_S = tuple(2.0**exponent for exponent in range(-14, 7))
@@ -490,6 +518,22 @@ def _without_into(request: GetRequest) -> GetRequest:
         return request
     room = request.into.nbytes
     return replace(request, into=None, bytes=room if request.bytes is None else min(room, request.bytes))
+
+
+def _late_answer(error: LateError, number: int) -> LateError:
+    """The error for one answer of a `get` that still runs."""
+    answer: Future[GetAnswer] = Future()
+
+    def came(call: Future[Sequence[GetAnswer]]) -> None:
+        failure = call.exception()
+        if failure is not None:
+            answer.set_exception(failure)
+        else:
+            answer.set_result(call.result()[number])
+
+    error.ended.add_done_callback(came)
+    assert error.tier is not None
+    return LateError(error.message, error.tier, answer, retryable=error.retryable, by_caller=error.by_caller)
 
 
 def _into(request: GetRequest, answer: GetAnswer) -> GetAnswer:
