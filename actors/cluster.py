@@ -33,6 +33,8 @@ from tiered_cache.service.router import RouterSettings
 RAY_NAMESPACE = "tiered-cache"
 OBJECT_STORE_BYTES = 512 << 20
 """Of an embedded instance: frames only pass through it."""
+TIERING_THREADS = 64
+"""More than slow tiers can hold up (`CALLS_MAX` and `WAITING_MAX` each), so that memory answers whatever they do."""
 ASK_S = 10.0
 """How long an actor may take for a call that only reads or closes."""
 
@@ -214,13 +216,14 @@ def _start(
 
     try:
         for node in nodes:
-            start(ray.remote(TieringActor), f"tiering-{node}", node, node, cluster, settings.tiers, max_concurrency=8)
+            args = (node, cluster, settings.tiers)
+            start(ray.remote(TieringActor), f"tiering-{node}", node, *args, max_concurrency=TIERING_THREADS)
         for name, node in places.items():
             made = ray.remote(**OWNER_OPTIONS)(worker)
             start(made, name, node, name, node, cluster.tiering, settings.worker, num_gpus=settings.worker.num_gpus)
         here = ray.get_runtime_context().get_node_id()
-        args = (cluster, tuple(places), nodes, router)
-        start(ray.remote(RouterActor), "router", here, *args, movable=True, max_concurrency=8)
+        routed = (cluster, tuple(places), nodes, router)
+        start(ray.remote(RouterActor), "router", here, *routed, movable=True, max_concurrency=8)
         ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=start_s)
     except GetTimeoutError as error:
         wanted = f"{len(places)} workers with {settings.worker.num_gpus:g} GPUs each"

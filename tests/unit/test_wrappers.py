@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import CapacityError, DeadlineError, FrameNotFoundError, TierError
 from tiered_cache.testing.faults import Fault, FaultyTier
 from tiered_cache.testing.tier_suite import TierTests, body_of, bytes_of, get, name_of, put
-from tiered_cache.tiers.base import GetAnswer, GetRequest, PutItem, PutOutcome, Reservation, Tier, TierEntry
+from tiered_cache.tiers.base import GetAnswer, GetRequest, LateError, PutItem, PutOutcome, Reservation, Tier, TierEntry
 from tiered_cache.tiers.host import HostTier
 from tiered_cache.tiers.wrappers import (
     BUCKETS_S,
@@ -136,6 +138,37 @@ def test_a_late_put_is_an_error_and_may_be_there_later(executor: ThreadPoolExecu
         assert tier.running == 0
     assert [entry.path for entry in place.list()] == [name_of(0)]
     assert place.usage().bytes_reserved == 0
+
+
+def test_the_callers_deadline_ends_a_call_sooner_and_says_whose_it_was(executor: ThreadPoolExecutor) -> None:
+    place = Gated(HostTier(BUDGET))
+    tier = DeadlineTier(place, executor, 30.0)
+    put(tier, (name_of(0), body_of("", 0, 500)))
+    place.gate.clear()
+    with until(Deadline.after(0.05)):
+        first, second = tier.get([GetRequest(name_of(0)), GetRequest(name_of(1))])
+    assert isinstance(first, LateError)
+    assert isinstance(second, LateError)
+    assert first.by_caller
+    there = pickle.loads(pickle.dumps(first))
+    assert (type(there), str(there)) == (DeadlineError, str(first))
+    with until(Deadline.after(-1.0)), pytest.raises(DeadlineError, match="no time is left"):
+        tier.usage()
+    place.gate.set()
+    assert bytes_of(first.ended.result(10)) == body_of("", 0, 500)
+    assert isinstance(second.ended.result(10), FrameNotFoundError)
+
+
+def test_a_late_change_is_not_to_be_tried_again(executor: ThreadPoolExecutor) -> None:
+    place = Gated(HostTier(BUDGET))
+    tier = RetryTier(DeadlineTier(place, executor, 0.05), sleep=lambda _: None)
+    with tier.reserve([100]) as room:
+        place.gate.clear()
+        with pytest.raises(LateError) as raised:
+            tier.put([PutItem(name_of(0), [bytes(100)])], room)
+        assert not raised.value.retryable
+        place.gate.set()
+        assert raised.value.ended.result(10) == [PutOutcome.CREATED]
 
 
 def test_a_late_reservation_is_released(executor: ThreadPoolExecutor) -> None:
@@ -307,6 +340,33 @@ def test_slow_calls_are_failures() -> None:
     for _ in range(3):
         place.inject("stat", Fault.DELAY)
         assert list(tier.stat([name_of(0)])) == [4]
+    assert tier.state is BreakerState.OPEN
+
+
+def test_a_deadline_that_was_the_callers_says_nothing_about_the_place() -> None:
+    class Late(WrappedTier):
+        took_s = 0.0
+
+        def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
+            clock.now_s += self.took_s
+            return [DeadlineError("late", None, self.name)] * len(requests)
+
+        def stat(self, paths: Sequence[str]) -> Sequence[int | None]:
+            clock.now_s += self.took_s
+            raise DeadlineError("late", None, self.name)
+
+    clock = Clock()
+    place = Late(HostTier(BUDGET))
+    tier = BreakerTier(place, failures=2, slow_s=5.0, clock=clock)
+    for _ in range(4):
+        assert isinstance(tier.get([GetRequest(name_of(0))])[0], DeadlineError)
+        with pytest.raises(DeadlineError):
+            tier.stat([name_of(0)])
+    assert tier.state is BreakerState.CLOSED
+    place.took_s = 5.0
+    tier.get([GetRequest(name_of(0))])
+    with pytest.raises(DeadlineError):
+        tier.stat([name_of(0)])
     assert tier.state is BreakerState.OPEN
 
 

@@ -19,7 +19,12 @@ from tiered_cache.policy.names import build_policy
 from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier
 from tiered_cache.tiers.host import HostTier
-from tiered_cache.tiers.wrappers import BreakerTier, MeteredTier
+from tiered_cache.tiers.wrappers import BreakerTier, DeadlineTier, MeteredTier
+
+CALLS_MAX = 8
+"""How many calls of one slow tier are under way at once, and so how many threads it can hold up; see `_in_time`."""
+DISK_DEADLINE_S = 30.0
+"""After so long a call of a disk has hung: it may be a network's."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> 
     if settings.host_bytes:
         slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy, settings.seed)))
     if settings.disk_dir is not None:
-        disk = DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync)
+        disk = _in_time(DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync), DISK_DEADLINE_S)
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
     if settings.object_url is not None:
@@ -67,7 +72,7 @@ def _object_tier(settings: TierSettings, url: str, clock: Clock) -> Tier | None:
         owns_executor=True,
         deadline_s=deadline_s,
     )
-    tier = MeteredTier(BreakerTier(store, clock=clock))
+    tier = MeteredTier(BreakerTier(_in_time(store, 2 * deadline_s), slow_s=deadline_s, clock=clock))
     try:
         next(iter(tier.list()), None)
     except TierError as error:
@@ -77,6 +82,15 @@ def _object_tier(settings: TierSettings, url: str, clock: Clock) -> Tier | None:
         tier.close()
         return None
     return tier
+
+
+def _in_time(tier: Tier, deadline_s: float) -> Tier:
+    """A tier that can be slow, on threads of its own: who needs it waits until his own deadline and no longer.
+
+    The cache knows whose deadline that is, and needs to know of no tier whether it keeps deadlines itself.
+    """
+    threads = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix=f"tier-{tier.name}")
+    return DeadlineTier(tier, threads, deadline_s, running_max=CALLS_MAX, owns_executor=True)
 
 
 def build_engine(settings: WorkerSettings) -> ComputingEngine:
