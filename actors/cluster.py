@@ -1,5 +1,7 @@
 """`RayCluster`: start, connect to and shut down a set of workers, a tiering actor on each of their nodes, and a router.
 
+Beside the router there is the catalogue of the object store, if the settings name one.
+
 An instance of Ray that is already initialised is used, and never shut down; one that was started or connected to here
 is left when the cluster is closed. All actors are named, take `num_cpus=0`, are placed with a node affinity, and come
 back after a crash as a new generation, the router on another node if need be; a call is never repeated by Ray.
@@ -19,9 +21,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.catalogue import CATALOGUE_OPTIONS, CatalogueActor
 from actors.inline import in_local_mode
 from actors.names import ClusterName
-from actors.ports import RemoteOwner, RemoteTiering
+from actors.ports import Port, RemoteCatalogue, RemoteOwner, RemoteTiering
 from actors.router import RouterActor
 from actors.sequence import OWNER_OPTIONS, OwnerMethods, SequenceActor
 from actors.tiering import TieringActor
@@ -43,12 +46,19 @@ class RayCluster:
     """A running set of actors. A `Cluster` for drivers; close it, or leave its `with` block."""
 
     def __init__(
-        self, cluster: ClusterName, workers: tuple[str, ...], nodes: tuple[str, ...], *, owns_ray: bool
+        self,
+        cluster: ClusterName,
+        workers: tuple[str, ...],
+        nodes: tuple[str, ...],
+        has_catalogue: bool,
+        *,
+        owns_ray: bool,
     ) -> None:
         """Use `start` or `connect`."""
         self.cluster = cluster
         self.workers: dict[str, RemoteOwner] = {name: cluster.owner(name) for name in workers}
         self.tierings: dict[str, RemoteTiering] = {node: cluster.tiering(node) for node in nodes}
+        self.catalogue: RemoteCatalogue | None = cluster.catalogue() if has_catalogue else None
         self.router = cluster.router()
         self.identity, self.geometry = self.workers[workers[0]].describe(deadline_s=DESCRIBE_S)
         self.namespace = b""
@@ -75,6 +85,10 @@ class RayCluster:
         it. Within `start_s` the workers must have loaded their models. Raises `ConfigError` if there is no Ray at the
         address, the cluster's name is taken, or an actor cannot start; then nothing of it is left running.
         """
+        if (settings.tiers.object_url or "").startswith("memory:"):
+            raise ConfigError(
+                f"object_url {settings.tiers.object_url} is another store in each process, not one for all"
+            )
         with _connected(address) as owns_ray:
             if in_local_mode():  # where a constructor that raises would end this process
                 LocalCluster(settings).close()
@@ -85,7 +99,8 @@ class RayCluster:
                 _start(
                     handles, settings, places, worker, router or RouterSettings(), detached=detached, start_s=start_s
                 )
-                cluster = cls(_callers(settings.name), tuple(places), nodes, owns_ray=owns_ray)
+                has_catalogue = settings.tiers.object_url is not None
+                cluster = cls(_callers(settings.name), tuple(places), nodes, has_catalogue, owns_ray=owns_ray)
             except BaseException:
                 _kill(handles)
                 raise
@@ -98,15 +113,14 @@ class RayCluster:
         cluster = _callers(name)
         with _connected(address) as owns_ray:
             try:
-                workers, nodes = cluster.router().members(deadline_s=ASK_S)
-                return cls(cluster, workers, nodes, owns_ray=owns_ray)
+                return cls(cluster, *cluster.router().members(deadline_s=ASK_S), owns_ray=owns_ray)
             except TieredCacheError as error:
                 raise ConfigError(f"no cluster {name!r} to connect to: {error.message}") from error
 
     def counters(self) -> dict[str, int]:
         """Sums of all counters of the actors that answer, by who counted."""
         found: Counter[str] = Counter()
-        for who, port in (("router", self.router), *(("cache", tiering) for tiering in self.tierings.values())):
+        for who, port in (("router", self.router), *(("cache", port) for port in self._tiers())):
             with contextlib.suppress(TieredCacheError):
                 counted: dict[str, int] = port.call(dict, "counters", deadline_s=ASK_S)
                 found.update({f"{who}.{what}": number for what, number in counted.items()})
@@ -117,7 +131,7 @@ class RayCluster:
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if in_local_mode():
             return held
-        for port in (*self.workers.values(), *self.tierings.values(), self.router):
+        for port in (*self.workers.values(), *self._tiers(), self.router):
             with contextlib.suppress(TieredCacheError):
                 held += port.call(int, "peak_rss_bytes", deadline_s=ASK_S)
         return held
@@ -135,16 +149,20 @@ class RayCluster:
     def shut_down(self) -> None:
         """End the actors, whoever started them, and leave."""
         self._close_tiers()
-        for port in (*self.workers.values(), *self.tierings.values(), self.router):
+        for port in (*self.workers.values(), *self._tiers(), self.router):
             with contextlib.suppress(ValueError):  # it is gone already
                 _kill([ray.get_actor(port.actor, namespace=RAY_NAMESPACE)])
         self._handles = []
         self.close()
 
+    def _tiers(self) -> list[Port]:
+        """Who holds frames, or knows of them."""
+        return [*self.tierings.values(), *([self.catalogue] if self.catalogue else [])]
+
     def _close_tiers(self) -> None:
-        for tiering in self.tierings.values():
+        for port in self._tiers():
             with contextlib.suppress(TieredCacheError):  # a dead one has nothing to close
-                tiering.call(object, "close", deadline_s=ASK_S)
+                port.call(object, "close", deadline_s=ASK_S)
 
     def __enter__(self) -> Self:
         return self
@@ -222,7 +240,10 @@ def _start(
             made = ray.remote(**OWNER_OPTIONS)(worker)
             start(made, name, node, name, node, cluster.tiering, settings.worker, num_gpus=settings.worker.num_gpus)
         here = ray.get_runtime_context().get_node_id()
-        routed = (cluster, tuple(places), nodes, router)
+        if settings.tiers.object_url is not None:
+            catalogue = ray.remote(**CATALOGUE_OPTIONS)(CatalogueActor)
+            start(catalogue, "catalogue", here, cluster, settings.tiers, movable=True)
+        routed = (cluster, tuple(places), nodes, settings.tiers.object_url is not None, router)
         start(ray.remote(RouterActor), "router", here, *routed, movable=True, max_concurrency=8)
         ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=start_s)
     except GetTimeoutError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from actors.ports import RemoteOwner, RemoteRouter, RemoteTiering
+from actors.ports import RemoteCatalogue, RemoteOwner, RemoteRouter, RemoteTiering
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,9 @@ class ClusterName:
         return self._tierings.setdefault(
             node, RemoteTiering(self.actor(f"tiering-{node}"), self.ray_namespace, patient=self.patient)
         )
+
+    def catalogue(self) -> RemoteCatalogue:
+        return RemoteCatalogue(self.actor("catalogue"), self.ray_namespace)
 
     def router(self) -> RemoteRouter:
         return RemoteRouter(self.actor("router"), self.ray_namespace, patient=self.patient)

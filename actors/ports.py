@@ -1,4 +1,4 @@
-"""Ports through Ray: a caller's view of an owner, a tiering service or a router that lives in an actor.
+"""Ports through Ray: a caller's view of an owner, a tiering service, the catalogue or a router that is an actor.
 
 The only place where calls and bytes cross processes. Actors are found by name, so that a restarted one is found again
 and any of them may start first. A call raises what the other side raised, `DeadlineError` if there was no answer in
@@ -26,16 +26,19 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from tiered_cache.cache import PlannedFrame
+from tiered_cache.cache import Kept, Offer, PlannedFrame
 from tiered_cache.deadline import Deadline
 from tiered_cache.engines.base import FrameName
 from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError, UnknownOutcomeError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.index import KnownChain
+from tiered_cache.level import Landed
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.messages import (
     Bid,
     Bytes,
+    Lease,
     MatchReply,
     Parcel,
     Prompt,
@@ -90,6 +93,18 @@ class Port:
         if not isinstance(answer, kind):
             raise TierError(f"{self.actor}.{method} answered with {type(answer).__name__}, not {kind.__name__}")
         return answer
+
+    def tell(self, method: str, *args: object, deadline_s: float) -> None:
+        """The same without waiting for anything: it happens if the actor is there. Raises `TierError` if it is not."""
+        if not ray.is_initialized():
+            raise TierError(f"{self.actor} cannot be reached: Ray is not running in this process")
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(self.actor, namespace=self.ray_namespace)
+            getattr(self._handle, method).remote(*args, deadline_s=deadline_s)
+        except (ValueError, RayError) as error:
+            self._handle = None
+            raise TierError(f"{self.actor} was not told: {_first_line(error)}", retryable=True) from error
 
     def _ask(self, method: str, *args: object, deadline_s: float) -> object:
         """The answer to one call. Raises Ray's own error if the actor is away or dead."""
@@ -183,6 +198,45 @@ class RemoteTiering(Port):
         return self.call(bool, "unpin", pin, generation, deadline_s=deadline_s)
 
 
+class RemoteCatalogue(Port):
+    """`CataloguePort` through Ray."""
+
+    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+        return self.call(MatchReply, "match", namespace, prompt, pin_s, deadline_s=deadline_s, repeatable=True)
+
+    def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
+        return self.call(bool, "unpin", pin, generation, deadline_s=deadline_s)
+
+    def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
+        self.call(object, "report_bad", key, why, deadline_s=deadline_s, repeatable=True)
+
+    def report_absent(self, keys: tuple[FrameKey, ...], *, deadline_s: float) -> None:
+        self.call(object, "report_absent", keys, deadline_s=deadline_s, repeatable=True)
+
+    def introduce(self, namespace: bytes, descriptor: bytes, *, deadline_s: float) -> None:
+        self.call(object, "introduce", namespace, descriptor, deadline_s=deadline_s, repeatable=True)
+
+    def left(self, offer: Offer, hints: Hints, *, deadline_s: float) -> None:
+        """Told, and not waited for."""
+        self.tell("left", offer, hints, deadline_s=deadline_s)
+
+    def admit(self, chain: Offer | KnownChain, hints: Hints, *, deadline_s: float) -> Lease:
+        return self.call(Lease, "admit", chain, hints, deadline_s=deadline_s, repeatable=True)
+
+    def commit(
+        self, lease: int, generation: int, landed: tuple[Landed, ...], sound: tuple[Landed, ...], *, deadline_s: float
+    ) -> tuple[Kept, ...]:
+        kept: tuple[Kept, ...] = self.call(tuple, "commit", lease, generation, landed, sound, deadline_s=deadline_s)
+        return kept
+
+    def abandon(self, lease: int, generation: int, sound: tuple[Landed, ...], *, deadline_s: float) -> None:
+        self.tell("abandon", lease, generation, sound, deadline_s=deadline_s)
+
+    def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
+        plan: RestorePlan | None = self.call(object, "plan_of", offer, pin_s, deadline_s=deadline_s, repeatable=True)  # type: ignore[assignment]
+        return plan
+
+
 class RemoteRouter(Port):
     """`RouterPort` through Ray."""
 
@@ -195,8 +249,8 @@ class RemoteRouter(Port):
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
         return self.call(Restored, "resume", ticket, capacity_tokens, deadline_s=deadline_s)
 
-    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        members: tuple[tuple[str, ...], tuple[str, ...]] = self.call(
+    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+        members: tuple[tuple[str, ...], tuple[str, ...], bool] = self.call(
             tuple, "members", deadline_s=deadline_s, repeatable=True
         )
         return members

@@ -17,13 +17,19 @@ class RouterActor:
     """Forwards `RouterPort`. It holds nothing that a restart would lose."""
 
     def __init__(
-        self, cluster: ClusterName, owners: tuple[str, ...], nodes: tuple[str, ...], settings: RouterSettings
+        self,
+        cluster: ClusterName,
+        owners: tuple[str, ...],
+        nodes: tuple[str, ...],
+        has_catalogue: bool,
+        settings: RouterSettings,
     ) -> None:
-        self._members = owners, nodes
+        self._members = owners, nodes, has_catalogue
         self.router = RestoreRouter(
             {name: cluster.owner(name) for name in owners},
             {node: cluster.tiering(node) for node in nodes},
             executor_for_calls(threads=min(64, 4 * (len(owners) + len(nodes)))),
+            catalogue=cluster.catalogue() if has_catalogue else None,
             settings=settings,
         )
         self._metrics = ActorMetrics(cluster.name, lambda: counter_samples("router", self.router.counters()))
@@ -40,8 +46,8 @@ class RouterActor:
         with self._metrics.timed("resume"):
             return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
 
-    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the workers, and the nodes."""
+    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+        """The names of the workers, the nodes, and whether there is an object store with its catalogue."""
         del deadline_s
         return self._members
 

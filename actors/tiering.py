@@ -16,7 +16,7 @@ from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.metrics import Sample, counter_samples, usage_samples
 from tiered_cache.policy.base import Hints
-from tiered_cache.service.build import build_cache
+from tiered_cache.service.build import ObjectPlace, build_cache
 from tiered_cache.service.messages import Bytes, MatchReply, Prompt, SpillOffer, SpillResult
 from tiered_cache.service.tiering import TieringService
 from tiered_cache.tiers.base import Durability, TierUsage
@@ -27,8 +27,10 @@ class TieringActor:
 
     def __init__(self, node: str, cluster: ClusterName, settings: TierSettings) -> None:
         executor = ThreadPoolExecutor(settings.executor_threads, thread_name_prefix="tiering")
-        self.cache = build_cache(settings, executor, clock=time.monotonic)
-        self.tiering = TieringService(self.cache, node=node, owners=cluster.owner)
+        catalogue = cluster.catalogue() if settings.object_url is not None else None
+        shared = ObjectPlace(settings).shared(catalogue) if catalogue else None
+        self.cache = build_cache(settings, executor, shared=shared, clock=time.monotonic)
+        self.tiering = TieringService(self.cache, node=node, owners=cluster.owner, catalogue=catalogue)
         self._metrics = ActorMetrics(cluster.name, self._samples)
 
     def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:

@@ -5,6 +5,9 @@ A spill is `admit` (what is wanted, and room for it), then `spill` (keep it, ack
 drop; they are written to the tier below, read back there, and only then dropped above: a frame is never in neither
 place. What a policy is asked about is the checkpoint; which frames that means is the index's arithmetic.
 
+Below a node's own tiers there may be one that all nodes share (`SharedTier`). Its index is not here, so that look-ups
+do not find what it holds; spills and what the last own tier drops go there, and `fetch` reads what is not here there.
+
 Time: every wait ends by the deadlines of `deadline.until`. What a call needs of a tier that does not answer is then a
 `DeadlineError`, or a miss; what it does not need does not delay it.
 
@@ -26,7 +29,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,11 +60,12 @@ from tiered_cache.index import (
     RemovalReason,
     private_checkpoint,
 )
-from tiered_cache.level import CacheState, Level, StoredFrame, key_of
+from tiered_cache.level import CacheState, Landed, Level, StoredFrame, key_of
 from tiered_cache.namespace import BAD, Namespace
 from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
 from tiered_cache.policy.lifetimes import Lifetimes
-from tiered_cache.tiers.base import Durability, Reservation, Tier, TierUsage
+from tiered_cache.prefix_tree import plain_name
+from tiered_cache.tiers.base import Durability, GetAnswer, Reservation, Tier, TierUsage
 
 Bytes = npt.NDArray[np.uint8]
 HostArray = npt.NDArray[np.generic]
@@ -220,6 +224,48 @@ class Kept:
     durability: Durability
 
 
+class Loan(Protocol):
+    """Room in a shared tier for what an offer, or a checkpoint that leaves a node, still has to bring there."""
+
+    @property
+    def keys(self) -> tuple[FrameKey, ...]:
+        """What has to come."""
+
+    @property
+    def declined(self) -> tuple[tuple[int, DeclineReason], ...]: ...
+
+    def put(self, frames: Sequence[StoredFrame]) -> list[Receipt]:
+        """Write frames and read them back. They are found by nobody, and nothing is acknowledged, before `commit`."""
+
+    def commit(self) -> tuple[Kept, ...]:
+        """All has come: which checkpoints the tier now has whole. Raises `StaleError` if the time is over."""
+
+    def end(self) -> None:
+        """Give back what was not committed. Idempotent; raises nothing."""
+
+
+class SharedTier(Protocol):
+    """A tier below those of this node that other nodes use, too, and whose index is elsewhere."""
+
+    name: str
+    durability: Durability
+    mode: Mode
+
+    def introduce(self, known: Namespace) -> None:
+        """Make a namespace known there."""
+
+    def left(self, offer: Offer, hints: Hints) -> None:
+        """A sequence has ended here, whether or not something of it is spilled. Raises nothing, and does not wait."""
+
+    def admit(self, chain: Offer | KnownChain, hints: Hints, known: Namespace) -> Loan:
+        """Ask for room for an offer's checkpoints, or for one that leaves this node. Raises `TierError`."""
+
+    def get(self, keys: Sequence[FrameKey], known: Namespace) -> Sequence[GetAnswer]:
+        """Stored bytes, one answer a key. What turns out to be gone is offered to nobody any more."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Target:
     """One tier's part in a grant: what it still needs, the room for that, and the prefixes it then has."""
@@ -240,12 +286,16 @@ class _Target:
 class Grant:
     """Room for what an offer still has to bring: send the frames of `keys`, then `spill`; or `abandon`."""
 
-    offer: Offer
+    offer: Offer | KnownChain
     keys: tuple[FrameKey, ...] = ()
     declined: tuple[tuple[int, DeclineReason], ...] = ()
     """(token count, why) of the offer's checkpoints that are not wanted."""
     targets: list[_Target] = field(default_factory=list, repr=False)
-    """The cache's own."""
+    """The cache's own, and so is `loan`."""
+    loan: Loan | None = field(default=None, repr=False)
+    """The shared tier's part, if the durability needs it."""
+    kept_below: tuple[Kept, ...] = ()
+    """What the shared tier has acknowledged."""
 
 
 class _Running(NamedTuple):
@@ -270,17 +320,31 @@ class _Pin(NamedTuple):
 class TieredCache:
     """All frames of one node, over its tiers from the fastest to the slowest."""
 
-    def __init__(self, slots: Sequence[TierSlot], executor: Executor, *, clock: Clock = time.monotonic) -> None:
-        """`executor` runs the encoding for slow tiers; it stays the caller's. Tiers become the cache's to close."""
-        assert slots
+    def __init__(
+        self,
+        slots: Sequence[TierSlot],
+        executor: Executor,
+        *,
+        shared: SharedTier | None = None,
+        lends: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`executor` runs the encoding for slow tiers; it stays the caller's. Tiers become the cache's to close.
+
+        With `lends` there is one tier, which others fill: see `lend`.
+        """
+        assert slots or shared
+        assert len(slots) == 1 or not lends
         self._state = CacheState([slot.tier.name for slot in slots], clock)
         self._lock, self._index, self._counters = self._state.lock, self._state.index, self._state.counters
         levels: list[Level] = []
         for slot in reversed(slots):
-            levels.insert(0, Level(slot.tier, slot.policy, slot.mode, self._state, levels[0] if levels else None))
+            below = levels[0] if levels else None
+            levels.insert(0, Level(slot.tier, slot.policy, slot.mode, self._state, below, lends=lends))
         self._levels = tuple(levels)
         self._by_name = {level.name: level for level in levels}
         self._order = {level.name: number for number, level in enumerate(levels)}
+        self._shared = shared
         self._executor = executor
         self._clock = clock
         self._running: OrderedDict[int, _Running] = OrderedDict()
@@ -298,7 +362,11 @@ class TieredCache:
 
         A tier that cannot take the descriptor now is asked again before it gets a frame.
         """
-        known = self._state.add(Namespace.of(identity, geometry))
+        return self.learn(Namespace.of(identity, geometry)).digest
+
+    def learn(self, namespace: Namespace) -> Namespace:
+        """The same of a namespace that somebody else has described; returns the one that is known."""
+        known = self._state.add(namespace)
         for level in self._levels:
             try:
                 with _some_time():
@@ -308,7 +376,14 @@ class TieredCache:
             except TieredCacheError as error:
                 self._count(f"errors.{level.name}.register")
                 _log.warning("tier %s has no descriptor of %s: %s", level.name, known.digest.hex()[:16], error.message)
-        return known.digest
+        if self._shared is not None:
+            try:
+                with _some_time():
+                    self._shared.introduce(known)
+            except TieredCacheError as error:
+                self._count(f"errors.{self._shared.name}.register")
+                _log.warning("%s does not know %s: %s", self._shared.name, known.digest.hex()[:16], error.message)
+        return known
 
     def geometry_of(self, namespace: bytes) -> Geometry | None:
         """The geometry of a namespace, None if it is not known here."""
@@ -429,6 +504,13 @@ class TieredCache:
         for level in self._levels if expired else ():
             level.drop(((prefix, RemovalReason.EXPIRED) for prefix in expired), at_leisure=True)
 
+    def sweep(self) -> None:
+        """Drop what has expired or was left, and delete what could not be deleted before."""
+        self._drop_left()
+        self._drop_expired()
+        for level in self._levels:
+            level.tidy()
+
     def fetch(
         self, keys: Sequence[FrameKey], bytes_max: int, lineages: Sequence[int] | None = None
     ) -> list[Bytes | MissReason]:
@@ -444,7 +526,7 @@ class TieredCache:
         """
         wanted = lineages or [0] * len(keys)
         with self._lock:
-            sizes = [place.copies[0][1] if place.copies else 0 for place in map(self._index.locate, keys)]
+            sizes = [self._size_of(place) for place in map(self._index.locate, keys)]
         count = max(1, sum(total <= bytes_max for total in itertools.accumulate(sizes)))
         bodies: list[Bytes | MissReason] = [MissReason.LOST] * len(keys[:count])
         tried: list[set[str]] = [set() for _ in bodies]
@@ -467,11 +549,33 @@ class TieredCache:
                     tried[i].add(tier)
                     pending.append(i)
                     if isinstance(answer, TierError):
-                        late = isinstance(answer, DeadlineError)
-                        bodies[i] = MissReason.DEADLINE if late else MissReason.TIER_ERROR
+                        bodies[i] = _why(answer)
                     else:
                         level.judge_if_listed(keys[i])
+        self._fetch_below(keys, bodies)
         return bodies
+
+    def _fetch_below(self, keys: Sequence[FrameKey], bodies: list[Bytes | MissReason]) -> None:
+        """Get from the shared tier what is not here."""
+        left = [i for i, body in enumerate(bodies) if isinstance(body, MissReason)]
+        known = self._state.namespaces.get(keys[left[0]].namespace) if left else None
+        if self._shared is None or known is None:
+            return
+        answers = self._shared.get([keys[i] for i in left], known)
+        for i, answer in zip(left, answers, strict=True):
+            if isinstance(answer, memoryview):
+                bodies[i] = np.frombuffer(answer, np.uint8)
+            elif isinstance(answer, TierError):
+                bodies[i] = _why(answer)
+        if failed := sum(isinstance(answer, TierError) for answer in answers):
+            self._state.count(f"errors.{self._shared.name}.get", failed)
+
+    def _size_of(self, place: Located) -> int:
+        """How many bytes a fetch of this frame brings; of one that is not here, at most."""
+        if place.copies or self._shared is None:
+            return place.copies[0][1] if place.copies else 0
+        known = self._state.namespaces.get(key_of(place.name).namespace)
+        return known.frame_bytes(place.name.group, place.name.tokens) if known else 0
 
     def explain(self, chain: PrefixChain) -> Explanation:
         """Why the chain's tokens are restorable as far as they are."""
@@ -483,9 +587,9 @@ class TieredCache:
     def admit(self, offer: Offer, durability: Durability, hints: Hints) -> Grant:
         """Settle which of the offered checkpoints are wanted and make room for them, before any byte moves.
 
-        Each will be in the fastest tier of at least `durability` that is large enough to ever hold it, and in the
-        faster ones as far as their policies like; a suspended sequence's only in the one. What they would rely on there
-        is read, unless that was done before, and a bad frame is asked for again.
+        Each will be in the fastest tier of at least `durability` that is large enough to ever hold it, the shared one
+        last, and in the faster ones as far as their policies like; a suspended sequence's only in the one. What they
+        would rely on there is read, unless that was done before, and a bad frame is asked for again.
 
         The grant must be used by `spill` or ended by `abandon`. What is not wanted or has no room is declined with a
         reason, which is not an error. Raises `IdentityError` for an unknown namespace or what cannot be an offer, and
@@ -496,23 +600,37 @@ class TieredCache:
         grant = Grant(offer)
         stops, declined = self._wanted(offer, hints)
         places, homeless = self._places(stops, durability, known)
-        declined += homeless
+        below = self._shared if self._shared is not None and self._shared.durability >= durability else None
+        if below is None:
+            declined += homeless
+        elif not any(level.tier.durability >= durability for level in self._levels):
+            homeless, declined = [(n, DeclineReason.NO_TIER) for n, _ in offer.checkpoints], []  # its policy decides
         try:
-            if places:
+            if below is not None and homeless:
+                part = {tokens for tokens, _ in homeless}
+                lent = replace(offer, checkpoints=tuple(c for c in offer.checkpoints if c[0] in part))
+                grant.loan = below.admit(lent, hints, known)
+                declined += grant.loan.declined
+            elif self._shared is not None and not offer.private:
+                self._shared.left(offer, hints)
+            if places or grant.loan is not None:
                 self._drop_left()
                 self._drop_expired()
                 if not offer.private:
                     with self._lock:
-                        self._lifetimes.left(offer, [n for _, some in places for n in some], hints, self._clock())
+                        self._lifetimes.left(offer, stops, hints, self._clock())
+            if grant.loan is not None and not offer.private:
+                self._admit_above(self._levels, offer, stops, known, grant.targets)
             for level, some in places:
                 declined += self._admit_to(level, offer, some, known, grant.targets)
                 if not offer.private:
-                    self._admit_above(level, offer, some, known, grant.targets)
+                    self._admit_above(self._levels[: self._order[level.name]], offer, some, known, grant.targets)
         except BaseException:
             self.abandon(grant)
             raise
-        names = dict.fromkeys(name for target in grant.targets for name in target.names)
-        grant.keys = tuple(key_of(n) for n in sorted(names, key=lambda n: (n.tokens, n.group == CHECKPOINT)))
+        keys = dict.fromkeys(key_of(name) for target in grant.targets for name in target.names)
+        keys.update(dict.fromkeys(grant.loan.keys if grant.loan else ()))
+        grant.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.group == CHECKPOINT)))
         grant.declined = tuple(declined)
         for _, reason in declined:
             self._count(f"declined.{reason.name.lower()}")
@@ -534,11 +652,11 @@ class TieredCache:
         return [(self._by_name[name], some) for name, some in places.items()], homeless
 
     def _admit_above(
-        self, required: Level, offer: Offer, stops: Sequence[int], known: Namespace, targets: list[_Target]
+        self, faster: Sequence[Level], offer: Offer, stops: Sequence[int], known: Namespace, targets: list[_Target]
     ) -> None:
         """Let the faster tiers take what they like."""
         there = len(targets)
-        for level in self._levels[: self._order[required.name]]:
+        for level in faster:
             fitting = [tokens for tokens in stops if _can_hold(level, tokens, known)]
             try:
                 if fitting:
@@ -555,26 +673,35 @@ class TieredCache:
         one is asked for, nothing of the last is held or needed any more. Raises `StateError` if a frame did not come,
         and what a tier raised if the one that the durability needs could not keep them; then nothing is acknowledged.
         """
+        assert isinstance(grant.offer, Offer)
         known, awaited = self._state.namespace(grant.offer.namespace), set(grant.keys)
+        receipts: list[Receipt] = []
         try:
             for arrays in batches:
-                self._keep(grant, arrays, known)
+                receipts += self._keep(grant, grant.offer, arrays, known)
                 awaited -= arrays.keys()
                 del arrays
-            if awaited and grant.targets:  # else it had ended before
+            if awaited and (grant.targets or grant.loan):  # else it had ended before
                 raise StateError(f"{len(awaited)} of {len(grant.keys)} granted frames did not come")
+            if grant.loan is not None:
+                grant.kept_below = grant.loan.commit()
             for target in grant.targets:
                 target.private = None
-            return [receipt for target in grant.targets for receipt in target.receipts]
+            return [receipt for target in grant.targets for receipt in target.receipts] + receipts
         finally:
             self.abandon(grant)
 
-    def _keep(self, grant: Grant, arrays: Mapping[FrameKey, Mapping[str, HostArray]], known: Namespace) -> None:
-        """Put some frames into the tiers that need them; one that is optional and fails has no further part in it."""
+    def _keep(
+        self, grant: Grant, offer: Offer, arrays: Mapping[FrameKey, Mapping[str, HostArray]], known: Namespace
+    ) -> list[Receipt]:
+        """Put some frames into the tiers that need them; one that is optional and fails has no further part in it.
+
+        Returns what has come to the shared tier.
+        """
 
         def encoded(mode: Mode, name: FrameName) -> StoredFrame:
             key = key_of(name)
-            lineage = name.private or grant.offer.lineage_of(name.group, name.tokens)
+            lineage = name.private or offer.lineage_of(name.group, name.tokens)
             content = Frame(key, known.identity_digest, lineage, arrays[key])
             return _stored(name, lineage, frame.encode(content, known.geometry, mode))
 
@@ -587,12 +714,30 @@ class TieredCache:
                     raise
                 grant.targets.remove(target)
                 self._end(target)
+        if grant.loan is None:
+            return []
+        lent = [plain_name(key) for key in grant.loan.keys if key in arrays]
+        return self._fill_below(grant.loan, lent, encoded, known)
+
+    def _fill_below(
+        self,
+        loan: Loan,
+        names: Sequence[FrameName],
+        stored: Callable[[Mode, FrameName], StoredFrame],
+        known: Namespace,
+    ) -> list[Receipt]:
+        """Put frames of a loan into the shared tier, in batches; raises what that raises."""
+        assert self._shared is not None
+        mode = self._shared.mode
+        return [r for b in known.batches(names) for r in loan.put(self._encoded(mode, partial(stored, mode), b))]
 
     def abandon(self, grant: Grant) -> None:
         """End a grant: room that was not used is free again, and what came without its checkpoint goes. Idempotent."""
         targets, grant.targets = grant.targets, []
         for target in targets:
             self._end(target)
+        if grant.loan is not None:
+            grant.loan.end()
 
     def _end(self, target: _Target) -> None:
         target.room.release()
@@ -600,19 +745,21 @@ class TieredCache:
         if target.private is not None:
             target.level.drop([(target.private, RemovalReason.ABANDONED)])
 
-    def kept(self, offer: Offer) -> list[Kept]:
+    def kept(self, offer: Offer, grant: Grant | None = None) -> list[Kept]:
         """Which of the offered checkpoints can be restored now, and what they would survive.
 
-        Raises `IdentityError` for an unknown namespace; so does `plan_of`.
+        With the grant that they came under, those that the shared tier has acknowledged are among them. Raises
+        `IdentityError` for an unknown namespace; so does `plan_of`.
         """
         self._state.namespace(offer.namespace)
-        found = []
+        found = list(grant.kept_below if grant else ())
         with self._lock:
             for tokens, _ in offer.checkpoints:
                 usable = [_usable(offer, place) for place in self._support(offer, tokens)]
                 if all(usable):
                     found.append(Kept(tokens, min(max(self._by_name[t].tier.durability for t in u) for u in usable)))
-        return found
+        best = {kept.tokens: kept for kept in sorted(found, key=lambda kept: kept.durability)}
+        return [best[tokens] for tokens in sorted(best)]
 
     def plan_of(self, offer: Offer, *, pin_s: float) -> Hit | None:
         """How to restore the offer's last checkpoint, pinned; None if it is not there whole.
@@ -648,7 +795,7 @@ class TieredCache:
             if offer.private or not stops:
                 return stops[-1:], []
             request = running.request if running else Request(offer, len(offer) - offer.output_tokens)
-            wanted = set() if running else set(stops)
+            wanted = set() if running and self._levels else set(stops)
             for number, level in enumerate(self._levels):
                 wanted.update(level.policy.finish(request, offer, offer.output_tokens, hints, self._state.policy_s()))
                 wanted.update(running.take_at[number] if running else ())
@@ -657,6 +804,105 @@ class TieredCache:
             wanted.remove(len(offer))
             declined.append((len(offer), DeclineReason.SESSION_OVER))
         return [n for n in stops if n in wanted], declined
+
+    # Lending: frames come from others, who put them into the tier themselves
+
+    def left(self, offer: Offer, hints: Hints) -> None:
+        """A sequence has ended that is spilled elsewhere, if at all: policies and times to live learn of it."""
+        self._state.namespace(offer.namespace)
+        stops = [tokens for tokens, _ in offer.checkpoints]
+        with self._lock:
+            self._wanted(offer, hints)
+            self._lifetimes.left(offer, stops, hints, self._clock())
+
+    def lend(self, chain: Offer | KnownChain, hints: Hints) -> Grant:
+        """As `admit`, into a cache of one tier, for somebody who puts the frames there and then has them listed.
+
+        Nothing is read: what the checkpoints would rely on and nobody has read is told by `unread`. Until `settle`
+        or `abandon` nothing deletes the granted frames. Raises `IdentityError` and `TierError` as `admit` does.
+        """
+        (level,) = self._levels
+        known = self._state.namespace(_digest_of(chain))
+        if isinstance(chain, Offer):
+            grant = self.admit(chain, Durability.HOST, hints)
+        else:
+            grant = Grant(chain)
+            self._drop_left()
+            self._drop_expired()
+            grant.declined = tuple(self._admit_to(level, chain, [len(chain)], known, grant.targets))
+            grant.keys = tuple(key_of(name) for target in grant.targets for name in target.names)
+        try:
+            level.lend([plain_name(key) for key in grant.keys])
+        except BaseException:
+            for target in grant.targets:
+                self._end(target)
+            raise
+        return grant
+
+    def unread(self, grant: Grant) -> tuple[FrameKey, ...]:
+        """What the checkpoints that were not declined would rely on and nobody has read since it came or was found."""
+        (level,), chain = self._levels, grant.offer
+        declined = {tokens for tokens, _ in grant.declined}
+        private, stops = 0, [len(chain)]
+        if isinstance(chain, Offer):
+            private, stops = chain.lineage if chain.private else 0, [n for n, _ in chain.checkpoints]
+        longest = max((n for n in stops if n not in declined), default=0)
+        with self._lock:
+            names = self._index.unverified(chain, longest, level.name, private) if longest else []
+        return tuple(key_of(n) for n in names if isinstance(chain, KnownChain) or n.rank == chain.rank)
+
+    def settle(self, grant: Grant, landed: Sequence[Landed]) -> tuple[Kept, ...]:
+        """List what has come under a grant of `lend`, which ends; which of its checkpoints are there whole now.
+
+        Raises `StateError` if not all has come, `IdentityError` if names contradict others; nothing is kept then.
+        """
+        (level,) = self._levels
+        try:
+            if missing := set(grant.keys) - {found.key for found in landed}:
+                raise StateError(f"{len(missing)} of {len(grant.keys)} granted frames did not come")
+            level.enlist(landed)
+            for target in grant.targets:
+                target.private = None
+            if isinstance(grant.offer, Offer):
+                return tuple(self.kept(grant.offer))
+            with self._lock:
+                whole = not self._index.missing(grant.offer, len(grant.offer), level.name)
+            return (Kept(len(grant.offer), level.tier.durability),) if whole else ()
+        finally:
+            self.take_back(grant)
+
+    def take_back(self, grant: Grant) -> None:
+        """End a grant of `lend`: its room is free, and what came and is not listed is to be deleted. Idempotent."""
+        targets, grant.targets = grant.targets, []
+        for target in targets:
+            target.level.take_back(target.names)
+            self._end(target)
+
+    def delete_unlisted(self, keys: Sequence[FrameKey]) -> None:
+        """What an ended grant may have left: delete it, unless it is listed or lent by now."""
+        (level,) = self._levels
+        level.delete([plain_name(key) for key in keys])
+
+    def check_there(self, keys: Sequence[FrameKey]) -> None:
+        """Somebody did not find these frames: those that are not there are listed no more. Raises `TierError`."""
+        (level,) = self._levels
+        level.check_there([plain_name(key) for key in keys])
+
+    def note_sound(self, found: Sequence[Landed]) -> None:
+        """Somebody has read these frames, and they are sound."""
+        (level,) = self._levels
+        level.note_sound(found)
+
+    def judge(self, key: FrameKey) -> None:
+        """Read and decode a frame, listed or not; one that is not sound is quarantined. Raises `TierError`."""
+        (level,) = self._levels
+        level.judge([plain_name(key)], decoded=True)
+
+    def reconcile(self) -> None:
+        """Compare the index with a listing of the tier: what others have put or lost since is found out."""
+        for level in self._levels:
+            level.reconcile()
+            self._make_room(level, 0)
 
     # Room
 
@@ -678,7 +924,8 @@ class TieredCache:
             self._describe(level, known)
         except CapacityError:
             return [(tokens, DeclineReason.NO_ROOM) for tokens in stops]
-        self._verify_support(level, chain, known)
+        if not level.lends:
+            self._verify_support(level, chain, known)
         new: list[Candidate] = []
         for _ in range(ROOM_ATTEMPTS):
             free_bytes = level.tier.usage().bytes_free
@@ -695,6 +942,8 @@ class TieredCache:
             try:
                 self._evict(level, proposal.drop)
                 level.drop((c.crowds_out, RemovalReason.CROWDED) for c in taken if c.crowds_out is not None)
+                if level.lends:
+                    level.tidy()
                 if not taken:
                     return refused
                 room = level.tier.reserve([known.frame_bytes(name.group, name.tokens) for name in names])
@@ -781,6 +1030,8 @@ class TieredCache:
             with self._lock:
                 proposal = self._propose(level, [], free_bytes)
             self._evict(level, proposal.drop)
+            if level.lends:
+                level.tidy()
 
     def trim(self, tier: str, bytes_max: int) -> None:
         """Change a tier's budget; what no longer fits is dropped now, as its policy chooses, before anything is put."""
@@ -794,7 +1045,7 @@ class TieredCache:
         A tier below that is slow gets half of the time that is left; what it has not taken by then is gone.
         """
         below = level.below
-        if below is None:
+        if below is None and self._shared is None:
             level.drop((prefix, RemovalReason.EVICTED) for prefix in prefixes)
             return
         with self._lock:
@@ -802,7 +1053,7 @@ class TieredCache:
             level.leaving.update(mine)
         try:
             with _some_time():
-                moved = {prefix for prefix in mine if self._demote(prefix, level, below)}
+                moved = {p for p in mine if (self._demote(p, level, below) if below else self._hand_over(p, level))}
             level.drop((prefix, RemovalReason.MOVED if prefix in moved else RemovalReason.EVICTED) for prefix in mine)
         finally:
             with self._lock:
@@ -826,7 +1077,7 @@ class TieredCache:
         try:
             refused = self._admit_to(below, chain, [len(chain)], known, targets)
             for target in targets:
-                self._fill(target, target.names, partial(self._recoded, level, below.mode, known), known)
+                self._fill(target, target.names, partial(self._recoded, level, below.mode, known=known), known)
             self._verify_support(below, chain, known)
             with self._lock:
                 return not refused and not self._index.missing(chain, len(chain), below.name)
@@ -839,7 +1090,33 @@ class TieredCache:
                 target.room.release()
                 below.release(target.claims)
 
-    def _recoded(self, source: Level, mode: Mode, known: Namespace, name: FrameName) -> StoredFrame:
+    def _hand_over(self, prefix: PrefixId, level: Level) -> bool:
+        """The same to the shared tier, from the last one here."""
+        assert self._shared is not None
+        with self._lock:
+            chain = None if prefix in self._index.pinned(self._clock()) else self._index.chain_to(prefix)
+        if chain is None:
+            return False
+        assert isinstance(chain.namespace, bytes)
+        known = self._state.namespace(chain.namespace)
+        loan: Loan | None = None
+        try:
+            loan = self._shared.admit(chain, Hints(), known)
+            with self._lock:
+                if loan.declined or not all(self._index.holds(key, level.name) for key in loan.keys):
+                    return False
+            recoded = partial(self._recoded, level, known=known)
+            self._fill_below(loan, [plain_name(key) for key in loan.keys], recoded, known)
+            return any(kept.tokens == len(chain) for kept in loan.commit())
+        except TieredCacheError as error:
+            self._count(f"errors.{self._shared.name}.demote")
+            _log.warning("tier %s: a checkpoint did not move to %s: %s", level.name, self._shared.name, error.message)
+            return False
+        finally:
+            if loan is not None:
+                loan.end()
+
+    def _recoded(self, source: Level, mode: Mode, name: FrameName, *, known: Namespace) -> StoredFrame:
         """A frame as it lies in one tier, checked and encoded for another."""
         key = key_of(name)
         (answer,) = source.get([key])
@@ -930,6 +1207,8 @@ class TieredCache:
         """Let go of the tiers; what they hold stays where it is durable."""
         for level in self._levels:
             level.tier.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _count(self, what: str) -> None:
         self._state.count(what)
@@ -955,6 +1234,16 @@ def _can_hold(level: Level, tokens: int, known: Namespace) -> bool:
     if geometry.needs_checkpoint(tokens):
         need += footprint(known.frame_bytes(CHECKPOINT, tokens))
     return need <= level.tier.bytes_max
+
+
+def _digest_of(chain: Offer | KnownChain) -> bytes:
+    assert isinstance(chain.namespace, bytes)
+    return chain.namespace
+
+
+def _why(error: TierError) -> MissReason:
+    """What a tier's error means to who has asked for a frame."""
+    return MissReason.DEADLINE if isinstance(error, DeadlineError) else MissReason.TIER_ERROR
 
 
 def _own_lineage(offer: Offer, name: FrameName) -> int:

@@ -8,6 +8,9 @@ out to be bad passes through here:
 - The policy is told of a checkpoint in the moment in which the index lists or forgets it.
 - Only a verified absence, or bytes that were read and are bad, take a frame out of the index unasked.
 - What may be in the tier and is not listed, since a put or a delete has failed, is remembered, and deleted later.
+- A tier that `lends` gets its frames from others, who put them there under names that were lent to them: nothing with
+  such a name is deleted meanwhile. It is slow and shared, so that nobody waits there while something is deleted, but
+  who needs the room.
 - A call that nobody waits for any more keeps its names until it has ended.
 - Who asks for a frame that is being read already gets the same bytes, or the same error: it is read once for all.
 
@@ -94,6 +97,15 @@ class Arrival(NamedTuple):
     """False if it was there already, sound."""
 
 
+class Landed(NamedTuple):
+    """A frame that somebody else has put into a tier, or found there, and has read: it is sound."""
+
+    key: FrameKey
+    bytes: int
+    lineage: int
+    created: bool
+
+
 class _Found(NamedTuple):
     """A frame that the tier has."""
 
@@ -166,17 +178,28 @@ class CacheState:
 class Level:
     """One tier, who decides about it, and how frames are encoded for it."""
 
-    def __init__(self, tier: Tier, policy: CachePolicy, mode: Mode, state: CacheState, below: Level | None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        policy: CachePolicy,
+        mode: Mode,
+        state: CacheState,
+        below: Level | None,
+        *,
+        lends: bool = False,
+    ) -> None:
         self.tier = tier
         self.policy = policy
         self.mode = mode
         self.name = tier.name
         self.below = below
+        self.lends = lends
         self.leaving: set[PrefixId] = set()
         """Checkpoints that some thread is moving to the tier below: no others need to."""
         self._state = state
         self._index = state.index
         self._busy: set[FrameName] = set()
+        self._lent: Counter[FrameName] = Counter()
         self._late: Counter[FrameName] = Counter()  # of calls that nobody waits for any more
         self._flights: dict[str, _Flight] = {}  # what is being read, by path
         self._waiting = 0
@@ -195,14 +218,7 @@ class Level:
         """Nobody else puts, deletes or judges these frames meanwhile. Never within another such block."""
         freed = self._state.freed
         with freed:
-            if not self._busy.isdisjoint(names):
-                limit_s = wait_s(ALONE_S)
-                with self._waits():
-                    if not freed.wait_for(lambda: self._busy.isdisjoint(names), limit_s):
-                        raise DeadlineError(
-                            f"others work on the same frames for more than {limit_s:.3g} s", None, self.name
-                        )
-            self._refuse_late(names)
+            self._await(names)
             self._busy.update(names)
         try:
             yield
@@ -210,6 +226,16 @@ class Level:
             with freed:
                 self._busy.difference_update(names)
                 freed.notify_all()
+
+    def _await(self, names: Collection[FrameName]) -> None:
+        """Wait, with the lock held, until nobody is at work on these frames."""
+        if not self._busy.isdisjoint(names):
+            limit_s = wait_s(ALONE_S)
+            with self._waits():
+                if not self._state.freed.wait_for(lambda: self._busy.isdisjoint(names), limit_s):
+                    what = f"others work on the same frames for more than {limit_s:.3g} s"
+                    raise DeadlineError(what, None, self.name)
+        self._refuse_late(names)
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
@@ -399,14 +425,20 @@ class Level:
             for name in names:
                 self._index.remove(name, self.name, RemovalReason.ABANDONED)
 
-    def delete(self, names: Sequence[FrameName]) -> bool:
-        """Delete from the tier what is not listed; what cannot be deleted now, False then, is tried again later."""
-        if not names:
-            return True
+    def delete(self, names: Sequence[FrameName]) -> None:
+        """Delete from the tier what is not listed, later if it lends; what cannot be deleted now is tried again."""
+        if self.lends:
+            with self._state.lock:
+                self._doom(name for name in names if not self._index.holds(name, self.name))
+        elif names:
+            self._delete(names)
+
+    def _delete(self, names: Sequence[FrameName]) -> bool:
+        """The same, now; False if it has to be tried again."""
         try:
             with self._alone(names):
                 with self._state.lock:
-                    gone = [name for name in names if not self._index.holds(name, self.name)]
+                    gone = [n for n in names if not self._index.holds(n, self.name) and n not in self._lent]
                 try:
                     self.tier.delete([key_of(name).path() for name in gone])
                 except TierError as error:
@@ -419,7 +451,8 @@ class Level:
             return False
         with self._state.lock:
             for name in names:
-                self._doomed.pop(name, None)
+                if name not in self._lent:
+                    self._doomed.pop(name, None)
         return True
 
     def _doom(self, names: Iterable[FrameName]) -> None:
@@ -432,9 +465,95 @@ class Level:
         """Delete what failed calls have left behind, and what was dropped at leisure, until one call fails."""
         while True:
             with self._state.lock:
-                doomed = list(itertools.islice((n for n in self._doomed if n not in self._late), TIDY_MAX))
-            if not doomed or not self.delete(doomed):
+                free = (name for name in self._doomed if name not in self._late and name not in self._lent)
+                doomed = list(itertools.islice(free, TIDY_MAX))
+            if not doomed or not self._delete(doomed):
                 return
+
+    # Lending
+
+    def lend(self, names: Sequence[FrameName]) -> None:
+        """Let somebody else put these frames: nothing with such a name is deleted until `take_back`.
+
+        Raises `TierError`, and lends none, if it is not known whether an earlier delete of one may still happen.
+        """
+        with self._state.lock:
+            doomed = [name for name in names if name in self._doomed]
+        if doomed:
+            self._delete(doomed)
+        with self._state.freed:
+            self._await(names)
+            self._refuse_late(names)
+            if uncertain := next((name for name in names if name in self._doomed and name not in self._lent), None):
+                path = key_of(uncertain).path()
+                raise TierError("an earlier frame of this name is still to be deleted", path, self.name, retryable=True)
+            self._lent.update(names)
+
+    def take_back(self, names: Sequence[FrameName]) -> None:
+        """Nobody puts these frames any more; what has come and is not listed is to be deleted."""
+        with self._state.lock:
+            self._lent.subtract(names)
+            for name in names:
+                if not self._lent[name]:
+                    del self._lent[name]
+        self.delete(names)
+
+    def enlist(self, landed: Sequence[Landed]) -> None:
+        """List frames that others have put and read. Raises `IdentityError` if names contradict others."""
+        for created, how in ((True, "put"), (False, "found")):
+            found = [_found(one) for one in landed if one.created is created]
+            contradicting = self._list(found, how)
+            if contradicting:
+                raise IdentityError("another prefix has this name", key_of(contradicting[0]).path(), self.name)
+
+    def note_sound(self, landed: Sequence[Landed]) -> None:
+        """Others have read listed frames, and they are sound."""
+        with self._state.lock:
+            self._list([f for f in map(_found, landed) if self._index.holds(f.name, self.name)], "found")
+
+    def check_there(self, names: Sequence[FrameName]) -> None:
+        """Take out of the index what the tier says is not there. Raises `TierError` if it cannot say."""
+        with self._alone(names):
+            sizes = self.tier.stat([key_of(name).path() for name in names])
+            absent = [name for name, size in zip(names, sizes, strict=True) if size is None]
+            leftover = self._set_aside(_Reading([], absent, [], []))
+        self.delete(leftover)
+
+    def reconcile(self) -> None:
+        """List the tier, and find out what came and went behind our back. Raises `TierError`.
+
+        A frame that is not listed, and that nobody is putting just now, is listed if it supports something, and else
+        deleted: late puts, and what others have left. A listed one that is not there leaves the index.
+        """
+        with self._state.lock:
+            before = [name for name, _ in self._index.names(self.name)]
+        sizes = dict(self._keys_of_listing(""))
+        for start in range(0, len(before), TIDY_MAX):
+            gone = [name for name in before[start : start + TIDY_MAX] if key_of(name) not in sizes]
+            if gone:
+                self.check_there(gone)
+        with self._state.lock:
+            known = [key for key in sizes if key.namespace in self._state.namespaces]
+            names = [name for name in map(plain_name, known) if not self._is_accounted_for(name)]
+        for start in range(0, len(names), TIDY_MAX):
+            self._find(names[start : start + TIDY_MAX])
+        with self._state.lock:
+            leftover = self._index.unsupported(self.name)
+            self._abandon(leftover)
+        self.delete(leftover)
+
+    def _is_accounted_for(self, name: FrameName) -> bool:
+        return self._index.holds(name, self.name) or name in self._lent or name in self._doomed
+
+    def _find(self, names: Sequence[FrameName]) -> None:
+        """List frames that a listing has shown, if they are there now."""
+        with self._alone(names):
+            with self._state.lock:
+                names = [name for name in names if not self._is_accounted_for(name)]
+            sizes = self.tier.stat([key_of(name).path() for name in names])
+            there = [(name, size) for name, size in zip(names, sizes, strict=True) if size is not None]
+            contradicting = self._list((_Found(n, size, n.private, verified=False) for n, size in there), "found")
+            self._state.count(f"recovered.{self.name}.foreign", len(contradicting))
 
     # What is there
 
@@ -629,15 +748,8 @@ class Level:
         Names that are no frames', and frames of namespaces without a sound descriptor, are left alone and counted.
         Rows that no checkpoint needs, the rest of a spill that was cut off, are deleted.
         """
-        keys: list[tuple[FrameKey, int]] = []
-        for entry in self.tier.list(f"{only.digest.hex()}/" if only else ""):
-            if (namespace := descriptor_namespace(entry.path)) is not None:
-                self._learn(entry.path, namespace)
-                continue
-            try:
-                keys.append((FrameKey.parse(entry.path), entry.bytes))
-            except IdentityError:
-                self._state.count(f"recovered.{self.name}.foreign")
+        keys = self._keys_of_listing(f"{only.digest.hex()}/" if only else "")
+        self.tier.quarantined()  # so that all of it is counted
         counters = self._state.counters
         with self._state.lock:
             known = [pair for pair in keys if pair[0].namespace in self._state.namespaces]
@@ -651,6 +763,20 @@ class Level:
             counters[f"recovered.{self.name}.foreign"] += len(contradicting)
         self.delete(leftover)
         return len(known) - len(contradicting) - len(leftover)
+
+    def _keys_of_listing(self, prefix: str) -> list[tuple[FrameKey, int]]:
+        """The frames that a listing shows, and their bytes; of descriptors, the namespaces become known."""
+        keys: list[tuple[FrameKey, int]] = []
+        for entry in self.tier.list(prefix):
+            if (namespace := descriptor_namespace(entry.path)) is not None:
+                if namespace not in self._described:
+                    self._learn(entry.path, namespace)
+                continue
+            try:
+                keys.append((FrameKey.parse(entry.path), entry.bytes))
+            except IdentityError:
+                self._state.count(f"recovered.{self.name}.foreign")
+        return keys
 
     def _learn(self, path: str, namespace: bytes) -> None:
         """Make known the namespace that a stored descriptor describes."""
@@ -677,6 +803,10 @@ def _without_frames(error: _E) -> _E:
 def key_of(name: FrameName) -> FrameKey:
     """The same name as a key that has a path."""
     return FrameKey(*name)  # type: ignore[arg-type]
+
+
+def _found(landed: Landed) -> _Found:
+    return _Found(plain_name(landed.key), landed.bytes, landed.lineage, verified=True)
 
 
 def _checkpoint_of(name: FrameName) -> PrefixId:

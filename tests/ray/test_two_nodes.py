@@ -11,16 +11,17 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_serving import QUIET, SMALL, helpers_for_workers, start_cluster
-from serving import DEADLINE_S, MODELS, compute, never_moved, serve, some_tokens
+from serving import DEADLINE_S, MODELS, NO_HINTS, compute, never_moved, serve, some_tokens
 
 from actors.cluster import RayCluster
 from actors.names import ClusterName
 from actors.ports import Port, RemoteOwner
 from actors.router import RouterActor
-from tiered_cache.errors import CapacityError, ConfigError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, StaleError, TierError
 from tiered_cache.service.messages import Prompt
 from tiered_cache.service.router import RouterSettings
 from tiered_cache.testing.mortal import kill_actor
+from tiered_cache.testing.object_servers import FaultyS3Server
 from tiered_cache.tiers.base import Durability
 
 MODEL = MODELS[0]
@@ -186,3 +187,68 @@ def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any, with_route
         assert not with_router or node_of(router) != home
         recomputed = compute(cluster, plans[lost_worker].prompt.tokens, deadline_s=10)
         assert recomputed.mark == never_moved(MODEL, some_tokens(60, 0))
+
+
+# One object store for all nodes
+
+
+@pytest.fixture
+def store() -> Iterator[FaultyS3Server]:
+    with FaultyS3Server() as store:
+        yield store
+
+
+def through(store: FaultyS3Server) -> dict[str, Any]:
+    """Settings of a tier whose objects are in this store."""
+    return {"object_url": "s3://bucket/p", "object_bytes": 64 << 20, "object_options": store.options}
+
+
+def test_what_a_node_left_in_the_store_is_restored_on_another_after_the_first_is_gone(
+    machines: Any, store: FaultyS3Server
+) -> None:
+    doomed = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+    with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=1.0), **through(store)) as cluster:
+        nodes = {
+            name: worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node
+            for name, worker in cluster.workers.items()
+        }
+        name = next(name for name, node in nodes.items() if node == doomed.node_id)
+        worker, home = cluster.workers[name], cluster.tierings[doomed.node_id]
+        prompt = Prompt(some_tokens(60))
+        run = worker.run(worker.reserve(cluster.namespace, 200, 60.0, deadline_s=DEADLINE_S), prompt, (), deadline_s=20)
+        spilled = home.spill(run.offer, Durability.OBJECT, NO_HINTS, None, deadline_s=DEADLINE_S)
+        assert [(kept.tokens, kept.durability) for kept in spilled.kept] == [(60, Durability.OBJECT)]
+        ticket = cluster.router.suspend(run.source, doomed.node_id, Durability.OBJECT, deadline_s=DEADLINE_S)
+        machines.remove_node(doomed, allow_graceful=False)
+        while not is_dead(home):
+            time.sleep(0.1)
+        longer = np.concatenate([prompt.tokens, some_tokens(9, 5)])
+        again = compute(cluster, longer, deadline_s=10)
+        assert (again.placement.restored_tokens, again.mark) == (60, never_moved(MODEL, longer))
+        assert again.placement.node != doomed.node_id
+        resumed = cluster.router.resume(ticket, 200, deadline_s=10)
+        assert resumed.mark == never_moved(MODEL, prompt.tokens)
+        with pytest.raises(StaleError):
+            cluster.router.resume(ticket, 200, deadline_s=10)
+
+
+def test_a_catalogue_that_is_restarted_finds_what_the_store_holds(machines: Any, store: FaultyS3Server) -> None:
+    with start_cluster(MODEL, router=RouterSettings(ask_s=1.0), host_bytes=0, **through(store)) as cluster:
+        assert serve(cluster, some_tokens(60), Durability.OBJECT).spill.kept
+        before = cluster.catalogue.call(dict, "usage", deadline_s=DEADLINE_S)["object"]
+        ray.kill(ray.get_actor(cluster.catalogue.actor, namespace=cluster.catalogue.ray_namespace), no_restart=False)
+        longer = np.concatenate([some_tokens(60), some_tokens(9, 5)])
+        served = serve(cluster, longer, deadline_s=10)
+        assert served.mark == never_moved(MODEL, longer)
+        while is_dead(cluster.catalogue):
+            time.sleep(0.1)
+        served = compute(cluster, np.concatenate([longer, some_tokens(9, 6)]), deadline_s=10)
+        assert served.placement.restored_tokens >= 60
+        assert served.mark == never_moved(MODEL, np.concatenate([longer, some_tokens(9, 6)]))
+        after = cluster.catalogue.call(dict, "usage", deadline_s=DEADLINE_S)["object"]
+        assert after.bytes_used >= before.bytes_used
+
+
+def test_a_store_that_is_another_in_each_process_is_refused(machines: Any) -> None:
+    with pytest.raises(ConfigError, match="not one for all"):
+        start_cluster(MODEL, object_url="memory:///", object_bytes=1 << 20)

@@ -23,9 +23,10 @@ from tiered_cache.cli import main
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
 from tiered_cache.errors import CapacityError, ConfigError, TierError
 from tiered_cache.service.local import LocalCluster
+from tiered_cache.service.shared import SharedStore
 from tiered_cache.testing.object_servers import BUCKET, FaultyS3Server, HttpFault, SeaweedServer
 from tiered_cache.testing.tier_suite import get, name_of, put, seeded
-from tiered_cache.tiers.base import Durability, PutOutcome
+from tiered_cache.tiers.base import Durability, PutOutcome, TierUsage
 from tiered_cache.tiers.object_budget import LocalBudget
 from tiered_cache.tiers.object_store import ObjectStoreTier, durability_of, open_store
 from tiered_cache.tiers.wrappers import BreakerState, BreakerTier, MeteredTier
@@ -189,7 +190,7 @@ def test_frames_move_down_to_memory_and_come_back(tmp_path: Path) -> None:
     with start(tmp_path / "tiers", "memory:///", {}) as cluster:
         for prompt in PROMPTS:
             serve(cluster, prompt)
-        usage = cluster.cache.usage()
+        usage = {**cluster.cache.usage(), "object": usage_of(cluster)}
         assert usage["object"].entries > 0
         assert all(level.bytes_used <= level.bytes_max for level in usage.values())
         assert [served.placement.restored_tokens for served in ask_all(cluster)] == [40] * len(PROMPTS)
@@ -211,9 +212,9 @@ def test_frames_move_down_to_s3_and_outlive_the_node(tmp_path: Path, seaweed: Se
         kept = serve(cluster, some_tokens(50, seed=77), Durability.OBJECT).spill.kept
         assert [(k.tokens, k.durability) for k in kept] == [(50, Durability.OBJECT)]
         assert [served.placement.restored_tokens for served in ask_all(cluster)] == [40] * len(PROMPTS)
-        before = cluster.cache.usage()["object"]
+        before = usage_of(cluster)
     with start(tmp_path / "another", url, seaweed.options) as cluster:
-        assert cluster.cache.usage()["object"] == before
+        assert usage_of(cluster) == before
         restored = [served.placement.restored_tokens for served in ask_all(cluster)]
         assert sum(tokens == 40 for tokens in restored) >= len(PROMPTS) // 2, "what had moved down is there"
         again = serve(cluster, np.concatenate([some_tokens(50, seed=77), some_tokens(3)]))
@@ -225,9 +226,9 @@ def test_a_smaller_budget_shrinks_the_store(tmp_path: Path) -> None:
     with start(tmp_path / "one", url, {}) as cluster:
         for prompt in PROMPTS:
             serve(cluster, prompt)
-        before = cluster.cache.usage()["object"].bytes_used
+        before = usage_of(cluster).bytes_used
     with start(tmp_path / "two", url, {}, object_bytes=before // 2) as cluster:
-        assert 0 < cluster.cache.usage()["object"].bytes_used <= before // 2
+        assert 0 < usage_of(cluster).bytes_used <= before // 2
         ask_all(cluster)
 
 
@@ -278,8 +279,15 @@ def test_answers_stay_right_while_the_store_is_in_trouble(tmp_path: Path, troubl
         assert breaker.state.value == "closed"
 
 
+def usage_of(cluster: LocalCluster) -> TierUsage:
+    assert cluster.catalogue is not None
+    return cluster.catalogue.usage()["object"]
+
+
 def breaker_of(cluster: LocalCluster) -> BreakerTier:
-    metered = next(level.tier for level in cluster.cache._levels if level.name == "object")
+    """The node's own: the catalogue has another."""
+    assert isinstance(cluster.cache._shared, SharedStore)
+    metered = cluster.cache._shared.store
     assert isinstance(metered, MeteredTier)
     assert isinstance(metered.inner, BreakerTier)
     return metered.inner
@@ -289,7 +297,7 @@ def test_objects_lost_behind_our_back_are_misses_and_are_forgotten(tmp_path: Pat
     with FaultyS3Server() as server, start(tmp_path / "tiers", "s3://bucket/p", server.options) as cluster:
         for prompt in PROMPTS:
             serve(cluster, prompt)
-        there = cluster.cache.usage()["object"].entries
+        there = usage_of(cluster).entries
         with server.lock:
             server.objects.clear()
         restored = [served.placement.restored_tokens for served in ask_all(cluster)]
@@ -297,7 +305,7 @@ def test_objects_lost_behind_our_back_are_misses_and_are_forgotten(tmp_path: Pat
         again = [served.placement.restored_tokens for served in ask_all(cluster)]
         assert again == restored
         assert cluster.counters()["cache.frames.object.lost"] > 0
-        assert cluster.cache.usage()["object"].entries < there
+        assert usage_of(cluster).entries < there
 
 
 def test_a_flipped_bit_in_the_store_is_never_served(tmp_path: Path) -> None:
@@ -325,7 +333,7 @@ def test_verify_reads_every_frame_of_an_object_store(tmp_path: Path, capsys: pyt
     with start(tmp_path / "tiers", f"file://{objects}", {}) as cluster:
         for prompt in PROMPTS:
             serve(cluster, prompt)
-        entries = cluster.cache.usage()["object"].entries
+        entries = usage_of(cluster).entries
     assert main(["verify", f"file://{objects}", "--json", "-", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["checked"], result["bad"]) == (entries, [])
@@ -380,16 +388,35 @@ def test_every_changed_cut_longer_or_swapped_object_is_found(
 # Starting
 
 
-def test_a_store_that_is_away_at_the_start_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_is_away_at_the_start_is_used_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    later_s = 0.0
     with FaultyS3Server() as server:
+        with start(tmp_path / "one", "s3://bucket/p", server.options) as cluster:
+            assert serve(cluster, PROMPTS[0], Durability.OBJECT).spill.kept
         server.fail_always(HttpFault(status=503))
         with (
             caplog.at_level(logging.WARNING),
-            start(tmp_path / "tiers", "s3://bucket/p", server.options) as cluster,
+            start(
+                tmp_path / "two",
+                "s3://bucket/p",
+                server.options,
+                deadline_s=1.5,
+                clock=lambda: time.monotonic() + later_s,
+            ) as cluster,
         ):
-            assert set(cluster.cache.usage()) == {"host", "disk"}
-            serve(cluster, PROMPTS[0])
-        assert "without it" in caplog.text
+            assert "could not be listed" in caplog.text
+            assert serve(cluster, PROMPTS[1]).spill.kept
+            with pytest.raises(TierError, match="not known yet"):
+                serve(cluster, PROMPTS[2], Durability.OBJECT)
+            server.recover()
+            later_s = 11.0
+            assert cluster.catalogue is not None
+            cluster.catalogue.maintain()
+            longer = np.concatenate([PROMPTS[0], some_tokens(3)])
+            assert compute(cluster, longer).placement.restored_tokens == 40
+            assert serve(cluster, PROMPTS[2], Durability.OBJECT).spill.kept
 
 
 @pytest.mark.parametrize("status", [403, 404])

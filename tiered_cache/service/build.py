@@ -1,10 +1,11 @@
-"""From settings to objects: a node's cache, an engine."""
+"""From settings to objects: a node's cache, the object store and its catalogue, an engine."""
 
 from __future__ import annotations
 
-import logging
+import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tiered_cache.cache import TieredCache, TierSlot
 from tiered_cache.codecs import Mode
@@ -16,9 +17,13 @@ from tiered_cache.engines.base import ComputingEngine
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import ConfigError, TierError
 from tiered_cache.policy.names import build_policy
+from tiered_cache.service.catalogue import Catalogue
+from tiered_cache.service.messages import CataloguePort
+from tiered_cache.service.shared import SharedStore
 from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier
 from tiered_cache.tiers.host import HostTier
+from tiered_cache.tiers.object_budget import GrantedBudget, LocalBudget, ObjectBudget
 from tiered_cache.tiers.wrappers import BreakerTier, DeadlineTier, MeteredTier
 
 CALLS_MAX = 8
@@ -26,13 +31,16 @@ CALLS_MAX = 8
 DISK_DEADLINE_S = 30.0
 """After so long a call of a disk has hung: it may be a network's."""
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from tiered_cache.tiers.object_store import ObjectStoreTier
 
 
-def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> TieredCache:
-    """A node's tiers, with what they hold found again. Raises `ConfigError` for a place that can never serve.
+def build_cache(
+    settings: TierSettings, executor: Executor, *, clock: Clock, shared: SharedStore | None = None
+) -> TieredCache:
+    """A node's own tiers, with what they hold found again, and the cluster's object store below them, if there is one.
 
-    An object store that does not answer now is left out until the next start: the node serves without it.
+    Raises `ConfigError` for a place that can never serve.
     """
     slots = []
     if settings.host_bytes:
@@ -41,47 +49,70 @@ def build_cache(settings: TierSettings, executor: Executor, *, clock: Clock) -> 
         disk = _in_time(DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync), DISK_DEADLINE_S)
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
-    if settings.object_url is not None:
-        tier = _object_tier(settings, settings.object_url, clock)
-        if tier is not None:
-            slots.append(TierSlot(tier, build_policy(settings.policy, settings.seed), Mode.FAST))
-    cache = TieredCache(slots, executor, clock=clock)
+    cache = TieredCache(slots, executor, shared=shared, clock=clock)
     cache.recover()
     return cache
 
 
-def _object_tier(settings: TierSettings, url: str, clock: Clock) -> Tier | None:
-    """The object store, with figures and a breaker around it; None if it does not answer."""
-    try:
-        from tiered_cache.tiers.object_store import ObjectStoreTier, durability_of, open_store
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"object_url needs the package obstore (the s3 extra): {error}") from error
+class ObjectPlace:
+    """The object store that the settings name: how its catalogue and its nodes come to it.
 
-    deadline_s = settings.object_deadline_s
-    place = open_store(
-        url,
-        settings.object_options,
-        request_timeout_s=deadline_s / 3,
-        retry_timeout_s=2 * deadline_s / 3,
-    )
-    store = ObjectStoreTier(
-        place,
-        settings.object_bytes,
-        ThreadPoolExecutor(settings.object_requests, thread_name_prefix="object-store"),
-        durability=durability_of(url),
-        owns_executor=True,
-        deadline_s=deadline_s,
-    )
-    tier = MeteredTier(BreakerTier(_in_time(store, 2 * deadline_s), slow_s=deadline_s, clock=clock))
-    try:
-        next(iter(tier.list()), None)
-    except TierError as error:
-        if not error.retryable:
-            raise ConfigError(f"object_url {url}: {error.message}") from error
-        _log.warning("object_url %s: %s; this node works without it until it is started again", url, error.message)
-        tier.close()
-        return None
-    return tier
+    Within one process all of them have to come from one place, since memory:// is another store for each.
+    """
+
+    def __init__(self, settings: TierSettings, *, clock: Clock = time.monotonic) -> None:
+        """Raises `ConfigError` for a URL or an option that is none. Nothing is asked of the store."""
+        assert settings.object_url is not None
+        try:
+            from tiered_cache.tiers import object_store
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"object_url needs the package obstore (the s3 extra): {error}") from error
+
+        self._settings = settings
+        self._url = settings.object_url
+        self._clock = clock
+        self._module = object_store
+        self._store = object_store.open_store(
+            settings.object_url,
+            settings.object_options,
+            request_timeout_s=settings.object_deadline_s / 3,
+            retry_timeout_s=2 * settings.object_deadline_s / 3,
+        )
+
+    def catalogue(self, executor: Executor) -> Catalogue:
+        """What the store holds, and who may put what into it; its upkeep is done in `executor`.
+
+        A store that does not answer now is found out about as soon as it does. Raises `ConfigError` if it never will.
+        """
+        store = self._client(LocalBudget(self._settings.object_bytes))
+        tier = self._guarded(store)
+        slot = TierSlot(tier, build_policy(self._settings.policy, self._settings.seed), Mode.FAST)
+        cache = TieredCache([slot], executor, lends=True, clock=self._clock)
+        try:
+            return Catalogue(cache, store.charge, executor, clock=self._clock)
+        except TierError as error:
+            cache.close()
+            raise ConfigError(f"object_url {self._url}: {error.message}") from error
+
+    def shared(self, catalogue: CataloguePort) -> SharedStore:
+        """A node's way to the store."""
+        tier = self._guarded(self._client(GrantedBudget()))
+        return SharedStore(tier, catalogue, call_s=3 * self._settings.object_deadline_s, clock=self._clock)
+
+    def _guarded(self, store: ObjectStoreTier) -> Tier:
+        deadline_s = self._settings.object_deadline_s
+        return MeteredTier(BreakerTier(_in_time(store, 2 * deadline_s), slow_s=deadline_s, clock=self._clock))
+
+    def _client(self, budget: ObjectBudget) -> ObjectStoreTier:
+        """With threads of its own, which end when it is closed."""
+        return self._module.ObjectStoreTier(
+            self._store,
+            budget,
+            ThreadPoolExecutor(self._settings.object_requests, thread_name_prefix="object-store"),
+            durability=self._module.durability_of(self._url),
+            owns_executor=True,
+            deadline_s=self._settings.object_deadline_s,
+        )
 
 
 def _in_time(tier: Tier, deadline_s: float) -> Tier:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
@@ -18,7 +19,8 @@ from tiered_cache.deadline import Clock
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import Identity
 from tiered_cache.policy.base import Hints
-from tiered_cache.service.build import build_cache, build_engine
+from tiered_cache.service.build import ObjectPlace, build_cache, build_engine
+from tiered_cache.service.catalogue import Catalogue
 from tiered_cache.service.messages import (
     OwnerPort,
     Prompt,
@@ -133,7 +135,7 @@ class Cluster(Protocol):
 
 
 class LocalCluster:
-    """Workers, one node's tiers and a router in this process."""
+    """Workers, one node's tiers, the object store's catalogue and a router in this process."""
 
     NODE = "local"
 
@@ -153,16 +155,29 @@ class LocalCluster:
         }
         self.identity, self.geometry = self.workers["worker-0"].describe(deadline_s=DESCRIBE_S)
         self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
-        self.cache = build_cache(settings.tiers, self._executor, clock=clock)
-        self.tiering = TieringService(self.cache, node=self.NODE, owners=self.workers.__getitem__, clock=clock)
+        self.catalogue: Catalogue | None = None
+        shared = None
+        if settings.tiers.object_url is not None:
+            place = ObjectPlace(settings.tiers, clock=clock)
+            self.catalogue = place.catalogue(self._executor)
+            shared = place.shared(self.catalogue)
+        self.cache = build_cache(settings.tiers, self._executor, shared=shared, clock=clock)
+        self.tiering = TieringService(
+            self.cache, node=self.NODE, owners=self.workers.__getitem__, catalogue=self.catalogue, clock=clock
+        )
         self.tierings[self.NODE] = self.tiering
         self.namespace = self.cache.register(self.identity, self.geometry)
-        self.router = RestoreRouter(self.workers, self.tierings, InlineExecutor(), settings=router, clock=clock)
+        self.router = RestoreRouter(
+            self.workers, self.tierings, InlineExecutor(), catalogue=self.catalogue, settings=router, clock=clock
+        )
 
     def counters(self) -> dict[str, int]:
         """Sums of all counters, by who counted."""
-        named = (("router", self.router.counters()), ("cache", self.cache.counters()))
-        return {f"{who}.{what}": count for who, counts in named for what, count in sorted(counts.items())}
+        found = Counter({f"router.{what}": count for what, count in self.router.counters().items()})
+        for counts in (self.cache, self.catalogue):
+            if counts is not None:
+                found.update({f"cache.{what}": count for what, count in counts.counters().items()})
+        return dict(sorted(found.items()))
 
     def peak_rss_bytes(self) -> int:
         """Of this process, which holds everything."""
@@ -171,6 +186,8 @@ class LocalCluster:
     def close(self) -> None:
         """Let go of the tiers; what they hold stays where it is durable."""
         self.cache.close()
+        if self.catalogue is not None:
+            self.catalogue.close()
         self._executor.shutdown(wait=True)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What the owner, the tiering and the router say to each other: plain frozen data, and the ports they say it through.
+"""What owner, tiering, catalogue and router say to each other: plain frozen data, and the ports they say it through.
 
 A port is the interface that a caller sees, whether the other side is an object in this process or a Ray actor
 behind a proxy; nothing else knows which. Bytes cross a port as contiguous uint8 arrays, one for all that is exported
@@ -14,15 +14,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tiered_cache.cache import Kept, Offer, PlannedFrame, Receipt
+from tiered_cache.cache import DeclineReason, Kept, Offer, PlannedFrame, Receipt
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, TokenError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity, PrefixChain
+from tiered_cache.index import KnownChain
+from tiered_cache.level import Landed
 from tiered_cache.policy.base import Hints
 from tiered_cache.tiers.base import Durability
 
 ALIGNMENT = 64
+CATALOGUE = "object"
+"""The catalogue's name among the nodes. What it plans is fetched by the worker's own node, straight from the store."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -217,6 +221,25 @@ class Suspension:
     sampler_state: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The catalogue's answer to what a node would like to put into the store."""
+
+    number: int
+    """Names the lease; 0 if there is none, since there is nothing to bring or to read."""
+    generation: int
+    """Of the catalogue: a later one knows nothing of this lease."""
+    lease_s: float
+    """After so long it is over, and the room is another's."""
+    keys: tuple[FrameKey, ...]
+    """What has to come; the room for it is granted."""
+    unread: tuple[FrameKey, ...]
+    """What it would rely on and nobody has read since it was found in the store."""
+    declined: tuple[tuple[int, DeclineReason], ...]
+    kept: tuple[Kept, ...]
+    """The checkpoints that are there whole already; only without a lease."""
+
+
 class OwnerPort(Protocol):
     """A sequence owner as routers and tiering services see it. `deadline_s` counts from the call."""
 
@@ -246,3 +269,20 @@ class TieringPort(Protocol):
     ) -> SpillResult: ...
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None: ...
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool: ...
+
+
+class CataloguePort(Protocol):
+    """The object tier's catalogue as nodes and routers see it. `deadline_s` counts from the call."""
+
+    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply: ...
+    def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool: ...
+    def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None: ...
+    def report_absent(self, keys: tuple[FrameKey, ...], *, deadline_s: float) -> None: ...
+    def introduce(self, namespace: bytes, descriptor: bytes, *, deadline_s: float) -> None: ...
+    def left(self, offer: Offer, hints: Hints, *, deadline_s: float) -> None: ...
+    def admit(self, chain: Offer | KnownChain, hints: Hints, *, deadline_s: float) -> Lease: ...
+    def commit(
+        self, lease: int, generation: int, landed: tuple[Landed, ...], sound: tuple[Landed, ...], *, deadline_s: float
+    ) -> tuple[Kept, ...]: ...
+    def abandon(self, lease: int, generation: int, sound: tuple[Landed, ...], *, deadline_s: float) -> None: ...
+    def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None: ...

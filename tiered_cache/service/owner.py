@@ -33,11 +33,13 @@ from tiered_cache.errors import (
     MissReason,
     PositionError,
     StaleError,
+    TierError,
 )
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, Identity, PrefixChain, Tokens, namespace_of
 from tiered_cache.service.estimate import RecentMedian
 from tiered_cache.service.messages import (
+    CATALOGUE,
     Bid,
     Parcel,
     Prompt,
@@ -163,7 +165,7 @@ class SequenceOwner:
         Capacity is settled before a body moves. Every frame is checked against the key that these tokens have
         here, this engine's identity and its geometry, and the computation it comes from against the plan's, whoever
         made that. Raises `CapacityError`, `FrameError` (with the frame's key), `FrameNotFoundError`, `StateError`,
-        `DeadlineError`; nothing has changed then.
+        `TierError` (of the plan's node, if that could not read a frame), `DeadlineError`; nothing has changed then.
         """
         deadline = Deadline.after(deadline_s, self._clock)
         if not 0 < plan.tokens <= len(prompt.tokens):
@@ -215,13 +217,16 @@ class SequenceOwner:
 
     def _frames(self, plan: RestorePlan, deadline: Deadline) -> Iterator[tuple[frame.Frame, int]]:
         """The plan's frames in order, checked, with their stored bytes; pulled in calls of bounded size."""
-        port = self._tiering(plan.node)
+        port = self._tiering(self.node if plan.node == CATALOGUE else plan.node)
         wanted = plan.frames
         while wanted:
             bodies = port.fetch(wanted, FETCH_BYTES_MAX, deadline_s=deadline.left_s("restore"))
             if not bodies:
                 raise FrameNotFoundError("the tier answered with no frame", wanted[0].key.path(), plan.node)
             for planned, body in zip(wanted, bodies, strict=False):
+                if body is MissReason.TIER_ERROR or body is MissReason.DEADLINE:
+                    kind = DeadlineError if body is MissReason.DEADLINE else TierError
+                    raise kind("the tier did not give it", planned.key.path(), plan.node, retryable=True)
                 if isinstance(body, MissReason):
                     raise FrameNotFoundError(f"was promised, and now is {body}", planned.key.path(), plan.node)
                 try:

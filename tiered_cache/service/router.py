@@ -38,7 +38,9 @@ from tiered_cache.errors import (
 from tiered_cache.identity import FrameKey
 from tiered_cache.service.estimate import LoadEstimate
 from tiered_cache.service.messages import (
+    CATALOGUE,
     Bid,
+    CataloguePort,
     MatchReply,
     OwnerPort,
     Prompt,
@@ -108,7 +110,7 @@ class Placement:
     refusals: tuple[tuple[str, str], ...]
     """(kind of error, message) of every attempt that was refused on the way."""
     take_at: tuple[int, ...]
-    """Where the policies of the chosen worker's node would like checkpoints."""
+    """Where the policies of the chosen worker's node, and of the object store, would like checkpoints."""
     request: int | None
     """That node's number for the request, to go with the offer of its checkpoints."""
 
@@ -125,6 +127,8 @@ class _Attempt:
     reason: MissReason | None = None
     error: TieredCacheError | None = None
     refusals: list[tuple[str, str]] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
+    """Nodes that could not give what they offered: others may have less, and can."""
 
 
 class RestoreRouter:
@@ -136,11 +140,16 @@ class RestoreRouter:
         tierings: Mapping[str, TieringPort],
         executor: Executor,
         *,
+        catalogue: CataloguePort | None = None,
         settings: RouterSettings | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._owners = dict(owners)
         self._tierings = dict(tierings)
+        self._pinning: dict[str, TieringPort | CataloguePort] = {**tierings}
+        """Who answers look-ups with a pinned plan: every node, and the catalogue of the object store like one."""
+        if catalogue is not None:
+            self._pinning[CATALOGUE] = catalogue
         self._executor = executor
         self._settings = settings or RouterSettings()
         self._clock = clock
@@ -220,7 +229,7 @@ class RestoreRouter:
         `FrameError` if its frames are gone or bad: its tokens can then be computed again as a new request. A
         `TierError` says nothing about the ticket: it may be good later.
         """
-        tiering = _known(self._tierings, ticket.plan.node)
+        tiering = _known(self._pinning, ticket.plan.node)
         attempt = _Attempt(Deadline.after(deadline_s, self._clock))
         bids = self._bids(ticket.namespace, (), attempt)
         outcome = self._restore(ticket.plan, ticket.prompt, ticket.sampler_state, capacity_tokens, bids, attempt)
@@ -272,7 +281,10 @@ class RestoreRouter:
                 attempt.refusals.append((type(error).__name__, str(error)))
                 then, attempt.reason = _consequence(error)
                 self._count(f"refusals.{type(error).__name__}")
-                self._report(plan, error, attempt.deadline)
+                if isinstance(error, TierError) and error.tier == plan.node:
+                    attempt.left_out.add(plan.node)
+                    then = Then.LOOK_AGAIN
+                self._report((plan.node, bid.node), error, attempt.deadline)
                 if then is not Then.NEXT_WORKER:
                     return then
             else:
@@ -290,14 +302,15 @@ class RestoreRouter:
         with self._lock:
             return self._estimate.is_slower(plan.node, reply.tier, reply.bytes_stored, plan.tokens, tokens_per_s)
 
-    def _report(self, plan: RestorePlan, error: TieredCacheError, deadline: Deadline) -> None:
-        """Tell the node that served a bad frame."""
+    def _report(self, nodes: tuple[str, str], error: TieredCacheError, deadline: Deadline) -> None:
+        """Tell who planned a bad frame, and, of the object store's, the worker's own node, which may have served it."""
         if not isinstance(error, FrameError) or isinstance(error, VersionError) or error.key is None:
             return
-        with suppress(TieredCacheError):  # its next reader will find and report it again
-            key = FrameKey.parse(error.key)
-            last_step_s = deadline.last_step_s(self._settings.ask_s)
-            self._tierings[plan.node].report_bad(key, error.message, deadline_s=last_step_s)
+        for node in dict.fromkeys(nodes if nodes[0] == CATALOGUE else nodes[:1]):
+            with suppress(TieredCacheError):  # its next reader will find and report it again
+                key = FrameKey.parse(error.key)
+                last_step_s = deadline.last_step_s(self._settings.ask_s)
+                self._pinning[node].report_bad(key, error.message, deadline_s=last_step_s)
 
     def _lease(self, namespace: bytes, capacity_tokens: int, bids: Sequence[Bid], attempt: _Attempt) -> tuple[Bid, int]:
         """Room for an empty sequence on the first worker that grants it."""
@@ -324,9 +337,8 @@ class RestoreRouter:
 
     def _match(self, namespace: bytes, prompt: Prompt, attempt: _Attempt) -> dict[str, MatchReply]:
         pin_s = self._settings.pin_s
-        return self._ask(
-            self._tierings, lambda port, left_s: port.match(namespace, prompt, pin_s, deadline_s=left_s), attempt
-        )
+        asked = {name: port for name, port in self._pinning.items() if name not in attempt.left_out}
+        return self._ask(asked, lambda port, left_s: port.match(namespace, prompt, pin_s, deadline_s=left_s), attempt)
 
     def _ask(
         self, ports: Mapping[str, _Port], question: Callable[[_Port, float], _T], attempt: _Attempt
@@ -367,7 +379,7 @@ class RestoreRouter:
         for reply in replies.values():
             if reply.plan is not None:
                 with suppress(TieredCacheError):  # the pin has a deadline of its own
-                    self._tierings[reply.plan.node].unpin(
+                    self._pinning[reply.plan.node].unpin(
                         reply.plan.pin,
                         reply.plan.generation,
                         deadline_s=deadline.last_step_s(self._settings.ask_s),
@@ -393,9 +405,9 @@ def _taken(result: SpillResult) -> RestorePlan:
     return result.plan
 
 
-def _use_up(ticket: Ticket, tiering: TieringPort, deadline: Deadline) -> None:
+def _use_up(ticket: Ticket, pinning: TieringPort | CataloguePort, deadline: Deadline) -> None:
     plan = ticket.plan
-    if not tiering.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("resume")):
+    if not pinning.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("resume")):
         raise StaleError("the ticket was used before, or its time ran out", None, plan.node)
 
 
@@ -415,12 +427,13 @@ def _result(future: Future[_T], deadline: Deadline) -> _T:
 
 
 def _hashes(replies: Mapping[str, MatchReply]) -> tuple[bytes, ...]:
-    return next((reply.hashes for reply in replies.values()), ())
+    return next((reply.hashes for reply in replies.values() if reply.hashes), ())
 
 
 def _longest(replies: Mapping[str, MatchReply]) -> tuple[RestorePlan | None, MissReason | None]:
-    """The longest plan, from the smallest node name if several are; or why there is none."""
-    plans = [reply.plan for _, reply in sorted(replies.items()) if reply.plan is not None]
+    """The longest plan, from a node rather than the catalogue, and the smallest name; or why there is none."""
+    ordered = sorted(replies.items(), key=lambda item: (item[0] == CATALOGUE, item[0]))
+    plans = [reply.plan for _, reply in ordered if reply.plan is not None]
     if plans:
         return max(plans, key=lambda plan: plan.tokens), None
     reasons = [reply.reason for reply in replies.values() if reply.reason is not None]
@@ -436,7 +449,7 @@ def _placement(
     restored: Restored | None = None,
     lease: int | None = None,
 ) -> Placement:
-    reply = replies.get(bid.node)
+    reply, below = replies.get(bid.node), replies.get(CATALOGUE)
     return Placement(
         owner=bid.owner,
         node=bid.node,
@@ -444,6 +457,6 @@ def _placement(
         lease=lease,
         reason=None if restored else attempt.reason,
         refusals=tuple(attempt.refusals),
-        take_at=reply.take_at if reply else (),
+        take_at=tuple(sorted({n for each in (reply, below) if each for n in each.take_at})),
         request=reply.request if reply else None,
     )

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from tiered_cache.cache import Hit, PlannedFrame, TieredCache
+from tiered_cache.cache import Hit, Offer, PlannedFrame, TieredCache
 from tiered_cache.deadline import Clock, Deadline, until
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError
@@ -22,6 +22,7 @@ from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.messages import (
     Bytes,
+    CataloguePort,
     MatchReply,
     OwnerPort,
     Parcel,
@@ -49,6 +50,7 @@ class TieringService:
         *,
         node: str,
         owners: Callable[[str], OwnerPort],
+        catalogue: CataloguePort | None = None,
         generation: int | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -56,6 +58,7 @@ class TieringService:
         self.node = node
         self.generation = time.time_ns() if generation is None else generation
         self._owners = owners
+        self._catalogue = catalogue
         self._clock = clock
         self._lock = threading.Lock()
         self._spent: dict[tuple[int, int], None] = {}  # (generation, pin), the oldest first
@@ -112,14 +115,24 @@ class TieringService:
 
         receipts = self.cache.spill(grant, map(pulled, _batches(grant.keys, geometry)))
         deadline.left_s("acknowledge")
-        hit = None if pin_s is None else self.cache.plan_of(offer.offer, pin_s=pin_s)
+        plan = None
+        if pin_s is not None:
+            if grant.loan is not None and self._catalogue is not None:
+                plan = self._catalogue.plan_of(offer.offer, pin_s, deadline_s=deadline.left_s("pin"))
+            plan = plan or self.plan_of(offer.offer, pin_s, deadline_s=deadline.left_s("pin"))
         return SpillResult(
-            kept=tuple(self.cache.kept(offer.offer)),
+            kept=tuple(self.cache.kept(offer.offer, grant)),
             declined=grant.declined,
             receipts=tuple(receipts),
             bytes_moved=moved,
-            plan=None if hit is None else self._plan(hit),
+            plan=plan,
         )
+
+    def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
+        """How to restore an offer's last checkpoint, pinned; None if it is not here whole."""
+        del deadline_s
+        hit = self.cache.plan_of(offer, pin_s=pin_s)
+        return None if hit is None else self._plan(hit)
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
         """A reader could not use this frame: its copies are checked, and set aside if they are bad."""

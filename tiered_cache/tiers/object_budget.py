@@ -1,4 +1,7 @@
-"""The room that one process has in a store that many share: `ObjectBudget`, and `LocalBudget`, which decides alone.
+"""The room that one process has in a store that many share: `ObjectBudget`.
+
+`LocalBudget` decides alone. `GrantedBudget` is of a process that writes only what another one has granted it, and keeps
+no books of its own.
 
 A budget charges names, not calls, so that an object is counted once whatever was retried, and a name that turns out
 not to be there costs nothing any more. It knows what this process put and what the last complete listing showed.
@@ -186,3 +189,56 @@ class LocalBudget(ObjectBudget):
     def _usage(self) -> TierUsage:
         aside = sum(self._aside.values())
         return TierUsage(self._bytes_used, self._bytes_reserved, aside, len(self._charges), self._bytes_max)
+
+
+class GrantedBudget(ObjectBudget):
+    """All that is asked for has been granted elsewhere, and is charged there."""
+
+    @property
+    def bytes_max(self) -> int:
+        return 0
+
+    def reserve(self, bytes_: int) -> None:
+        pass
+
+    def unreserve(self, bytes_: int) -> None:
+        pass
+
+    def charge(self, name: str, bytes_: int, *, reserved: bool) -> None:
+        pass
+
+    def is_charged(self, name: str) -> bool:
+        del name
+        return False
+
+    def moment(self) -> int:
+        return 0
+
+    def uncharge(self, name: str, *, before: int | None = None) -> None:
+        pass
+
+    def set_aside(self, aside: str, bytes_: int) -> None:
+        pass
+
+    def drop_aside(self, aside: str) -> None:
+        pass
+
+    def begin_count(self) -> int:
+        return 0
+
+    def end_count(self, found: Mapping[str, int] | None, since: int) -> None:
+        pass
+
+    def count_aside(self, found: Mapping[str, int]) -> None:
+        pass
+
+    @property
+    def is_counted(self) -> bool:
+        return True
+
+    def usage(self) -> TierUsage:
+        return TierUsage(0, 0, 0, 0, 0)
+
+    def set_limit(self, bytes_max: int) -> int:
+        del bytes_max
+        return 0

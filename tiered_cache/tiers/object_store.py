@@ -296,6 +296,11 @@ class ObjectStoreTier(Tier):
         self._check_open()
         return self._budget.set_limit(bytes_max)
 
+    def charge(self, path: str, bytes_: int, reservation: Reservation) -> None:
+        """Another process has put this entry, in room that was reserved here. Raises `CapacityError` if it was not."""
+        reservation.take(self.footprint(bytes_))
+        self._budget.charge(path, self.footprint(bytes_), reserved=True)
+
     def close(self) -> None:
         self._closed = True
         if self._owns_executor:
