@@ -1,0 +1,254 @@
+"""A soak: one node under spills, restores, suspensions, evictions, faults and restarts, watched for what only grows.
+
+    python tests/soak/soak.py [--minutes 30] [--seed 0] [--json FILE]
+
+Two workers of the reference engine over host memory, a disk directory and an object store in another directory, all
+three far too small for what comes. Calls fail, stored bytes change and objects vanish now and then, and the node is
+closed and opened again every few minutes. Every answer is compared with a sequence that never moved. Resident memory,
+file descriptors and threads are sampled; the exit status is 1 if one of them grows, or an answer was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from serving import MODELS, NO_HINTS, compute, never_moved, some_tokens
+
+from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
+from tiered_cache.errors import TieredCacheError
+from tiered_cache.identity import Tokens
+from tiered_cache.service.local import LocalCluster
+from tiered_cache.testing.faults import Fault, FaultyTier
+from tiered_cache.tiers.base import Durability
+from tiered_cache.tiers.disk import SyncPolicy
+
+MODEL = MODELS[0]
+DEADLINE_S = 30.0
+SESSIONS = 24
+TURNS_MAX = 8
+"""A session then ends, and one with other tokens begins: there is always something new."""
+RATES = {Fault.ERROR: 0.002, Fault.FULL: 0.002, Fault.FLIP: 0.001, Fault.SHORT: 0.001, Fault.LOST_ANSWER: 0.001}
+CHANGED = 0.02
+"""How often a step begins with a stored file that somebody has changed or removed."""
+RESTARTS = 10
+"""How often the node is closed and opened again in a run."""
+SAMPLES_MIN, SAMPLE_S_MAX = 200, 5.0
+WARM_UP = 0.25
+"""Of a run: caches fill, and memory for the metadata of what came and went grows to its bounds."""
+RSS_GROWTH_BYTES, RSS_GROWTH = 24 << 20, 0.05
+COUNT_GROWTH = 3
+
+
+class Sample(NamedTuple):
+    """What the process has now."""
+
+    at_s: float
+    rss_bytes: int
+    descriptors: int
+    threads: int
+
+    @staticmethod
+    def now(started_s: float) -> Sample:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return Sample(
+            time.monotonic() - started_s,
+            int(status["VmRSS"].split()[0]) * 1024,
+            len(list(Path("/proc/self/fd").iterdir())),
+            int(status["Threads"]),
+        )
+
+
+@dataclass
+class Report:
+    """What a run has done and seen."""
+
+    minutes: float
+    seed: int
+    steps: int = 0
+    wrong: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=Counter)
+    injected: Counter[str] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+
+    def trends(self) -> dict[str, tuple[float, float, float]]:
+        """Name -> median soon after the warm-up, median at the end, and the most that the latter may be."""
+        return trends(self.samples)
+
+    def failures(self) -> list[str]:
+        told = [f"{self.wrong} wrong answers"] if self.wrong else []
+        for name, (early, late, most) in self.trends().items():
+            if late > most:
+                told.append(f"{name} grew from {early:,.0f} to {late:,.0f}, and {most:,.0f} is the bound")
+        return told
+
+
+def trends(samples: Sequence[Sample]) -> dict[str, tuple[float, float, float]]:
+    """Medians of the quarter after the warm-up and of the last quarter, and the bound for the latter."""
+    warm = samples[int(len(samples) * WARM_UP) :]
+    quarter = max(1, len(warm) // 3)
+    found = {}
+    for name in ("rss_bytes", "descriptors", "threads"):
+        early = median(getattr(sample, name) for sample in warm[:quarter])
+        late = median(getattr(sample, name) for sample in warm[-quarter:])
+        most = early + (max(RSS_GROWTH_BYTES, RSS_GROWTH * early) if name == "rss_bytes" else COUNT_GROWTH)
+        found[name] = (early, late, most)
+    return found
+
+
+class Soak:
+    """Sessions that take turns on a node until the time is over."""
+
+    def __init__(self, directory: Path, report: Report) -> None:
+        self.directory, self.report = directory, report
+        self.rng = random.Random(report.seed)
+        self.fresh = report.seed * 1_000_000
+        self.sessions = [self.new_tokens(30) for _ in range(SESSIONS)]
+
+    def new_tokens(self, most: int) -> Tokens:
+        self.fresh += 1
+        return some_tokens(self.rng.randrange(5, most), seed=self.fresh)
+
+    def open(self) -> LocalCluster:
+        tiers = TierSettings(
+            host_bytes=256 << 10,
+            disk_dir=self.directory / "tier",
+            disk_bytes=1 << 20,
+            disk_sync=SyncPolicy.NEVER,
+            object_url=f"file://{self.directory / 'objects'}",
+            object_bytes=4 << 20,
+        )
+        worker = WorkerSettings(engine=MODEL, capacity_bytes=16 << 20)
+        cluster = LocalCluster(ClusterSettings(2, worker, tiers))
+        for number, level in enumerate(cluster.cache._levels):
+            level.tier = FaultyTier(level.tier, seed=self.rng.randrange(1 << 30) + number, rates=RATES)
+        return cluster
+
+    def run(self, until_s: float, cluster: LocalCluster, every_s: float, started_s: float) -> None:
+        """Serve until then, and close the node."""
+        report = self.report
+        try:
+            while time.monotonic() < until_s:
+                self.step(cluster)
+                report.steps += 1
+                if not report.samples or time.monotonic() - started_s - report.samples[-1].at_s >= every_s:
+                    report.samples.append(Sample.now(started_s))
+            report.counters.update(cluster.counters())
+            for level in cluster.cache._levels:
+                assert isinstance(level.tier, FaultyTier)
+                report.injected.update({fault.value: count for fault, count in level.tier.injected.items()})
+        finally:
+            cluster.close()
+
+    def step(self, cluster: LocalCluster) -> None:
+        if self.rng.random() < CHANGED:
+            self.change_a_file()
+        session = self.rng.randrange(SESSIONS)
+        if self.rng.random() < 1 / TURNS_MAX:
+            self.sessions[session] = self.new_tokens(30)
+        tokens = self.sessions[session] = np.concatenate([self.sessions[session], self.new_tokens(24)])
+        try:
+            self.turn(cluster, tokens)
+        except TieredCacheError as error:
+            self.report.events[f"refused: {type(error).__name__}"] += 1
+
+    def turn(self, cluster: LocalCluster, tokens: Tokens) -> None:
+        """A request that is served, and whose state then is spilled, or suspended and resumed, or dropped."""
+        report, node = self.report, LocalCluster.NODE
+        served = compute(cluster, tokens, deadline_s=DEADLINE_S)
+        report.events["restored" if served.placement.restored else f"missed: {served.placement.reason}"] += 1
+        source, owner = served.run.source, served.placement.owner
+        try:
+            report.wrong += served.mark != never_moved(MODEL, tokens)
+            durability = self.rng.choice([Durability.HOST, Durability.HOST, Durability.DISK])
+            doing = self.rng.random()
+            if doing < 0.75:
+                cluster.tierings[node].spill(served.run.offer, durability, NO_HINTS, None, deadline_s=DEADLINE_S)
+                report.events["spilled"] += 1
+            elif doing < 0.9:
+                ticket = cluster.router.suspend(source, node, durability, deadline_s=DEADLINE_S)
+                report.events["suspended"] += 1
+                resumed = cluster.router.resume(ticket, len(tokens) + 8, deadline_s=DEADLINE_S)
+                report.events["resumed"] += 1
+                source, owner = resumed.source, resumed.source.owner
+                report.wrong += resumed.mark != served.mark
+        finally:
+            with suppress(TieredCacheError):
+                cluster.workers[owner].release(source, deadline_s=DEADLINE_S)
+
+    def change_a_file(self) -> None:
+        """A stored frame loses a bit or its end, or goes; on disk or in the object store."""
+        files = sorted(self.directory.glob(f"{self.rng.choice(['tier', 'objects'])}/entries/*/*/*.blob"))
+        if not files:
+            return
+        file = self.rng.choice(files)
+        how = self.rng.choice(["flipped", "cut", "removed"])
+        with suppress(OSError):
+            body = bytearray(file.read_bytes())
+            if how == "removed":
+                file.unlink()
+            elif how == "cut":
+                file.write_bytes(body[: len(body) // 2])
+            else:
+                body[self.rng.randrange(len(body))] ^= 1 << self.rng.randrange(8)
+                file.write_bytes(body)
+            self.report.events[f"a file was {how}"] += 1
+
+
+def soak(minutes: float, seed: int, restarts: int = RESTARTS) -> Report:
+    """Run, and say what was seen."""
+    report = Report(minutes, seed)
+    started_s = time.monotonic()
+    every_s = min(SAMPLE_S_MAX, 60 * minutes / SAMPLES_MIN)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-cache-soak-")))
+        run = Soak(directory, report)
+        for part in range(restarts + 1):
+            run.run(started_s + 60 * minutes * (part + 1) / (restarts + 1), run.open(), every_s, started_s)
+    return report
+
+
+def tell(report: Report) -> None:
+    print(f"{report.minutes:g} min, seed {report.seed}: {report.steps:,} steps, {report.wrong} wrong answers")
+    for title, counts in (("events", report.events), ("faults injected", report.injected)):
+        print(f"{title}: " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count))
+    moved = {name: count for name, count in report.counters.items() if name.startswith("cache.frames.")}
+    print("frames: " + ", ".join(f"{name[13:]} {count:,}" for name, count in sorted(moved.items())))
+    for name, (early, late, most) in report.trends().items():
+        peak = max(getattr(sample, name) for sample in report.samples)
+        print(f"{name}: {early:,.0f} after the warm-up, {late:,.0f} at the end (bound {most:,.0f}), {peak:,} at most")
+    print("; ".join(report.failures()) or "nothing grew")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write everything there, samples included")
+    arguments = parser.parse_args()
+    report = soak(arguments.minutes, arguments.seed)
+    tell(report)
+    if arguments.json is not None:
+        samples = [sample._asdict() for sample in report.samples]
+        arguments.json.write_text(json.dumps({**asdict(report), "samples": samples, "failures": report.failures()}))
+    return 1 if report.failures() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
