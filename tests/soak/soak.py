@@ -4,7 +4,7 @@
 
 Two workers of the reference engine over host memory, a disk directory and an object store in another directory, all
 three far too small for what comes. Calls fail, stored bytes change and objects vanish now and then, and the node is
-closed and opened again every few minutes. Every answer is compared with a sequence that never moved. Resident memory,
+closed and opened again once a minute or more often. Every answer is compared with a sequence that never moved. Resident memory,
 file descriptors and threads are sampled; the exit status is 1 if one of them grows, or an answer was wrong.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -46,13 +46,13 @@ TURNS_MAX = 8
 RATES = {Fault.ERROR: 0.002, Fault.FULL: 0.002, Fault.FLIP: 0.001, Fault.SHORT: 0.001, Fault.LOST_ANSWER: 0.001}
 CHANGED = 0.02
 """How often a step begins with a stored file that somebody has changed or removed."""
-RESTARTS = 10
-"""How often the node is closed and opened again in a run."""
+RESTARTS_MIN, RESTARTS_PER_MINUTE = 10, 1
+"""How often the node is closed and opened again."""
 SAMPLES_MIN, SAMPLE_S_MAX = 200, 5.0
 WARM_UP = 0.25
 """Of a run: caches fill, and memory for the metadata of what came and went grows to its bounds."""
 RSS_GROWTH_BYTES, RSS_GROWTH = 24 << 20, 0.05
-COUNT_GROWTH = 3
+COUNT_GROWTH = 8
 
 
 class Sample(NamedTuple):
@@ -88,7 +88,7 @@ class Report:
     samples: list[Sample] = field(default_factory=list)
 
     def trends(self) -> dict[str, tuple[float, float, float]]:
-        """Name -> median soon after the warm-up, median at the end, and the most that the latter may be."""
+        """As `trends` says, of this run's samples."""
         return trends(self.samples)
 
     def failures(self) -> list[str]:
@@ -100,15 +100,22 @@ class Report:
 
 
 def trends(samples: Sequence[Sample]) -> dict[str, tuple[float, float, float]]:
-    """Medians of the quarter after the warm-up and of the last quarter, and the bound for the latter."""
+    """Name -> what it was in the third after the warm-up, what in the last third, and the bound for the latter.
+
+    Of memory these are medians; of what is opened and closed again all the time, the most that there was.
+    """
     warm = samples[int(len(samples) * WARM_UP) :]
-    quarter = max(1, len(warm) // 3)
+    third = max(1, len(warm) // 3)
+
+    def of(name: str, some: Sequence[Sample]) -> float:
+        values = [float(getattr(sample, name)) for sample in some]
+        return median(values) if name == "rss_bytes" else max(values)
+
     found = {}
     for name in ("rss_bytes", "descriptors", "threads"):
-        early = median(getattr(sample, name) for sample in warm[:quarter])
-        late = median(getattr(sample, name) for sample in warm[-quarter:])
-        most = early + (max(RSS_GROWTH_BYTES, RSS_GROWTH * early) if name == "rss_bytes" else COUNT_GROWTH)
-        found[name] = (early, late, most)
+        early, late = of(name, warm[:third]), of(name, warm[-third:])
+        grown = max(RSS_GROWTH_BYTES, RSS_GROWTH * early) if name == "rss_bytes" else COUNT_GROWTH
+        found[name] = (early, late, early + grown)
     return found
 
 
@@ -211,8 +218,10 @@ class Soak:
             self.report.events[f"a file was {how}"] += 1
 
 
-def soak(minutes: float, seed: int, restarts: int = RESTARTS) -> Report:
+def soak(minutes: float, seed: int, restarts: int | None = None) -> Report:
     """Run, and say what was seen."""
+    if restarts is None:
+        restarts = max(RESTARTS_MIN, round(minutes * RESTARTS_PER_MINUTE))
     report = Report(minutes, seed)
     started_s = time.monotonic()
     every_s = min(SAMPLE_S_MAX, 60 * minutes / SAMPLES_MIN)
@@ -245,8 +254,8 @@ def main() -> int:
     report = soak(arguments.minutes, arguments.seed)
     tell(report)
     if arguments.json is not None:
-        samples = [sample._asdict() for sample in report.samples]
-        arguments.json.write_text(json.dumps({**asdict(report), "samples": samples, "failures": report.failures()}))
+        document = {**vars(report), "samples": [sample._asdict() for sample in report.samples]}
+        arguments.json.write_text(json.dumps({**document, "trends": report.trends(), "failures": report.failures()}))
     return 1 if report.failures() else 0
 
 
