@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import shutil
@@ -348,15 +349,26 @@ def inspect(path: Annotated[Path, typer.Argument(metavar="FRAME", help="A frame'
 
 
 @contextmanager
-def _json_target(path: str | None) -> Iterator[Callable[[str], None]]:
+def _json_target(path: str | None) -> Iterator[Callable[[str], object]]:
     """A function that writes the result to a file or to standard output. Raises at once if it cannot."""
     if path is None:
         yield lambda _: None
     elif path == "-":
-        yield typer.echo
+        if sys.stdout is None:
+            raise ConfigError("--json -: standard output is closed")
+        yield _echo
     else:
         with _file_target("--json", Path(path)) as write:
             yield lambda text: write(f"{text}\n".encode())
+
+
+def _echo(text: str) -> None:
+    """Write the result to standard output. Raises `ConfigError` if nobody reads it any more."""
+    try:
+        typer.echo(text)
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered would fail again at exit
+        raise ConfigError("--json -: nobody reads standard output") from error
 
 
 @contextmanager
@@ -385,31 +397,33 @@ def _report_targets(page_path: Path | None, plot_path: Path | None) -> Iterator[
 
 
 @contextmanager
-def _file_target(option: str, path: Path | None) -> Iterator[Callable[[bytes], None]]:
+def _file_target(option: str, path: Path | None) -> Iterator[Callable[[bytes], object]]:
     """A function that writes a file, which appears whole or not at all. Raises at once if it cannot."""
     if path is None:
         yield lambda _: None
         return
     with _naming(f"{option} {path}"):
         target = path.resolve()
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
+        special = None
         if target.exists() and not target.is_file():  # a device or a pipe must not be replaced
-            file, temporary = target.open("wb"), None
-        else:
-            temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-            file = temporary.open("xb")
+            special = target.open("wb")
+        else:  # it can be written, that was all: who is killed before the end leaves nothing behind
+            temporary.touch(exist_ok=False)
+            temporary.unlink()
+    if special is not None:
+        with special:
+            yield special.write
+        return
 
     def write(content: bytes) -> None:
-        with file:
-            file.write(content)
-        if temporary is not None:
+        try:
+            temporary.write_bytes(content)
             temporary.replace(target)
-
-    try:
-        yield write
-    finally:
-        file.close()
-        if temporary is not None:
+        finally:
             temporary.unlink(missing_ok=True)
+
+    yield write
 
 
 @contextmanager
@@ -491,7 +505,8 @@ def _meter(*, quiet: bool) -> Iterator[Meter]:
     """Progress on standard error, with the time left: a bar on a terminal, else a line now and then."""
     console = Console(stderr=True)
     if quiet:
-        yield lambda *_: None
+        with _no_warnings():
+            yield lambda *_: None
     elif console.is_terminal:
         columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=console, transient=True) as bar:
@@ -499,6 +514,18 @@ def _meter(*, quiet: bool) -> Iterator[Meter]:
             yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
     else:
         yield _PlainMeter()
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What went wrong and was made good is in the result; the log tells errors alone."""
+    log = logging.getLogger("tiered_cache")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class _PlainMeter:

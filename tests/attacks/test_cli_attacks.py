@@ -382,3 +382,47 @@ def test_a_signal_ends_a_replay_in_one_line_and_leaves_nothing(
     assert b"Traceback" not in err
     assert list(temporary.iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["temporary"]
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_killed_replay_leaves_nothing_beside_its_result(tmp_path: Path, temporary: Path, option: str) -> None:
+    script = "import sys; from tiered_cache.cli import main; sys.exit(main())"
+    results = tmp_path / "results"
+    results.mkdir()
+    command = [sys.executable, "-c", script, "replay", "--ray", "none", option, str(results / "result")]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 60
+        while not list(temporary.rglob("entries")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.kill()
+    assert list(results.iterdir()) == []
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("stdout", ["closed", "nobody reads it", "full"])
+def test_a_result_that_cannot_be_told_is_no_success(tier: Path, stdout: str) -> None:
+    script = "import sys; from tiered_cache.cli import main; sys.exit(main())"
+    redirection = {"closed": ">&-", "nobody reads it": "| sleep 0", "full": ">/dev/full"}[stdout]
+    shell = f'set -o pipefail; "$0" -c "$1" verify "$2" --quiet --json - {redirection}'
+    command = ["bash", "-c", shell, sys.executable, script, str(tier)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tiered-cache: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_quiet_replay_does_not_speak_of_what_it_made_good(
+    tier: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tier / "entries").rglob("*-rows-*.blob"):
+        truncate(path)
+    trace, result = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    trace.write_text(json.dumps({**GOOD, "input_length": 1600, "hash_ids": [1, 2, 3]}) + "\n")
+    arguments = ["replay", "--ray", "none", "--host-bytes", "0", "--keep", str(tier), "--json", str(result), str(trace)]
+    assert main([*arguments, "--quiet"]) == 0
+    assert capfd.readouterr() == ("", "")
+    assert sum(json.loads(result.read_text())["refusals_by_reason"].values()) > 0

@@ -4,8 +4,9 @@
 
 Two workers of the reference engine over host memory, a disk directory and an object store in another directory, all
 three far too small for what comes. Calls fail, stored bytes change and objects vanish now and then, and the node is
-closed and opened again once a minute or more often. Every answer is compared with a sequence that never moved. Resident memory,
-file descriptors and threads are sampled; the exit status is 1 if one of them grows, or an answer was wrong.
+closed and opened again once a minute or more often. Every answer is compared with a sequence that never moved.
+Resident memory, file descriptors and threads are sampled; the exit status is 1 if one of them grows, or an answer was
+wrong. What grows is told from minutes, not from seconds: pools of threads fill up at first.
 """
 
 from __future__ import annotations
