@@ -18,19 +18,24 @@ from typing import Any
 
 import numpy as np
 import obstore
-from serving import MODELS
+from serving import DEADLINE_S, MODELS
 
-from tiered_cache.cache import TieredCache
+from tiered_cache.cache import TieredCache, TierSlot
+from tiered_cache.codecs import Mode
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
 from tiered_cache.errors import IdentityError
-from tiered_cache.identity import FrameKey
+from tiered_cache.identity import FrameKey, Tokens
+from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service.build import build_cache
 from tiered_cache.service.local import LocalCluster, reference_worker
+from tiered_cache.service.messages import Prompt, RestorePlan
+from tiered_cache.service.shared import SharedStore
+from tiered_cache.testing.faults import FaultyTier
 from tiered_cache.testing.mortal import MortalWorker
 from tiered_cache.testing.object_servers import BUCKET, SeaweedServer
-from tiered_cache.tiers.base import Durability, GetRequest, Tier
+from tiered_cache.tiers.base import Durability, GetRequest, Tier, TierUsage
 from tiered_cache.tiers.disk import DiskTier, SyncPolicy
-from tiered_cache.tiers.object_store import ObjectStoreTier
+from tiered_cache.tiers.object_store import ObjectStoreTier, open_store
 
 HOST_BYTES = 8 << 20
 DISK_BYTES = 16 << 20
@@ -56,9 +61,18 @@ class Place:
 
     @contextmanager
     def cache(self) -> Iterator[TieredCache]:
-        """The tiers alone, under the policy that the books of `spilling` know."""
+        """The tier alone, without a catalogue, under the policy that the books of `spilling` know."""
         with ThreadPoolExecutor(2) as executor:
-            cache = build_cache(replace(self.settings, policy="lru"), executor, clock=time.monotonic)
+            settings, tier = replace(self.settings, policy="lru"), None
+            if self.tier == "object":
+                assert settings.object_url is not None
+                store = open_store(settings.object_url, settings.object_options)
+                tier = ObjectStoreTier(store, settings.object_bytes, executor, durability=self.durability)
+                with ThreadPoolExecutor(2) as coders:
+                    cache = TieredCache([TierSlot(tier, LruPolicy(), Mode.FAST)], coders)
+                    yield cache
+                    return
+            cache = build_cache(settings, executor, clock=time.monotonic)
             try:
                 yield cache
             finally:
@@ -99,14 +113,45 @@ def open_place(name: str, directory: Path, seaweed: SeaweedServer | None = None)
     return Place(name, tier, durability, TierSettings(**settings))
 
 
+def look_up(cluster: LocalCluster, namespace: bytes, tokens: Tokens) -> RestorePlan | None:
+    """How to restore the longest prefix, pinned: what the node says, or else the catalogue of the object store."""
+    plan = cluster.tiering.match(namespace, Prompt(tokens), 30.0, deadline_s=DEADLINE_S).plan
+    if plan is None and cluster.catalogue is not None:
+        plan = cluster.catalogue.match(namespace, Prompt(tokens), 30.0, deadline_s=DEADLINE_S).plan
+    return plan
+
+
+def usage_of(cluster: LocalCluster) -> dict[str, TierUsage]:
+    """Of the node's tiers and of the object store."""
+    return cluster.cache.usage() | (cluster.catalogue.cache.usage() if cluster.catalogue else {})
+
+
+def tier_of(cluster: LocalCluster, name: str) -> Tier:
+    """A tier itself, with nothing around it; of the object store, the catalogue's way to it."""
+    caches = [cluster.cache] + ([cluster.catalogue.cache] if cluster.catalogue else [])
+    (tier,) = [level.tier for cache in caches for level in cache._levels if level.name == name]
+    while hasattr(tier, "inner"):
+        tier = tier.inner
+    return tier
+
+
+def make_faulty(cluster: LocalCluster, name: str, seed: int = 0) -> FaultyTier:
+    """Put a tier that can fail between a node and one of its tiers."""
+    if name == "object":
+        shared = cluster.cache._shared
+        assert isinstance(shared, SharedStore)
+        shared.store = faulty = FaultyTier(shared.store, seed)
+        return faulty
+    (level,) = [level for level in cluster.cache._levels if level.name == name]
+    level.tier = faulty = FaultyTier(level.tier, seed)
+    return faulty
+
+
 class Store:
     """A tier's frames, seen and changed behind its back."""
 
     def __init__(self, cluster: LocalCluster, name: str) -> None:
-        (tier,) = [level.tier for level in cluster.cache._levels if level.name == name]
-        while hasattr(tier, "inner"):
-            tier = tier.inner
-        self.tier: Tier = tier
+        self.tier = tier_of(cluster, name)
 
     def frames(self) -> dict[str, bytes]:
         """All frames by path, descriptors left out."""

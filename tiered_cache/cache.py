@@ -729,7 +729,11 @@ class TieredCache:
         """Put frames of a loan into the shared tier, in batches; raises what that raises."""
         assert self._shared is not None
         mode = self._shared.mode
-        return [r for b in known.batches(names) for r in loan.put(self._encoded(mode, partial(stored, mode), b))]
+        try:
+            return [r for b in known.batches(names) for r in loan.put(self._encoded(mode, partial(stored, mode), b))]
+        except (CapacityError, TierError):
+            self._count(f"errors.{self._shared.name}.put")
+            raise
 
     def abandon(self, grant: Grant) -> None:
         """End a grant: room that was not used is free again, and what came without its checkpoint goes. Idempotent."""

@@ -14,7 +14,7 @@ import obstore
 import pytest
 from forging import without_section
 from obstore.store import LocalStore, MemoryStore
-from places import PLACES, Place, Store
+from places import PLACES, Place, Store, look_up, make_faulty
 from serving import BLOCK, DEADLINE_S, MODELS, Served, compute, never_moved, serve, some_tokens
 from spilling import MIXED, Clock, State, match, node, open_disk, restore, spill
 from spilling import some_tokens as some_prompt
@@ -25,7 +25,7 @@ from tiered_cache.errors import MissReason
 from tiered_cache.identity import CHECKPOINT, FrameKey, Tokens
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.service.messages import Prompt, StateMark
-from tiered_cache.testing.faults import Fault, FaultyDirectory, FaultyTier, SimulatedCrash
+from tiered_cache.testing.faults import Fault, FaultyDirectory, SimulatedCrash
 from tiered_cache.tiers.base import Durability, Tier
 from tiered_cache.tiers.disk import DiskTier, SyncPolicy
 from tiered_cache.tiers.object_store import ObjectStoreTier
@@ -51,17 +51,17 @@ def test_card_01_a_mixed_sequence_comes_back_byte_for_byte_on_another_worker(pla
     with place.start(model, workers=3) as cluster:
         first = compute(cluster, PROMPT)
         for durability in Durability:
-            if durability > max(level.tier.durability for level in cluster.cache._levels):
+            if durability > place.durability:
                 continue
             spilled = cluster.tierings[NODE].spill(
                 first.run.offer, durability, Prompt(PROMPT).hints, None, deadline_s=DEADLINE_S
             )
             assert [(kept.tokens, kept.durability >= durability) for kept in spilled.kept] == [(45, True)]
         for name in sorted(set(cluster.workers) - {first.placement.owner}):
-            found = cluster.tierings[NODE].match(cluster.namespace, Prompt(LONGER), 30.0, deadline_s=DEADLINE_S)
-            assert found.plan is not None
+            plan = look_up(cluster, cluster.namespace, LONGER)
+            assert plan is not None
             worker = cluster.workers[name]
-            restored = worker.inject(found.plan, Prompt(LONGER), 100, b"", deadline_s=DEADLINE_S)
+            restored = worker.inject(plan, Prompt(LONGER), 100, b"", deadline_s=DEADLINE_S)
             assert restored.mark == first.mark == never_moved(model, PROMPT)
             run = worker.run(restored.source, Prompt(LONGER), (), deadline_s=DEADLINE_S)
             assert run.marks[-1] == never_moved(model, LONGER), "and what it computes next is the same"
@@ -276,9 +276,7 @@ def test_card_14_a_copy_that_failed_is_never_reported_as_done(
         prompt = pages(cluster)
         first = serve(cluster, prompt, place.durability)
         assert [kept.tokens for kept in first.spill.kept] == [len(prompt)]
-        (level,) = (level for level in cluster.cache._levels if level.name == place.tier)
-        faulty = FaultyTier(level.tier, seed=14)
-        level.tier = faulty
+        faulty = make_faulty(cluster, place.tier, seed=14)
         faulty.inject("get", fault)
         longer = np.concatenate([prompt, some_tokens(2, seed=8)])
         with caplog.at_level(logging.WARNING):

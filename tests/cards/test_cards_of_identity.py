@@ -15,7 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from places import Place, Store
+from places import Place, Store, look_up
 from serving import DEADLINE_S, MODELS, Served, never_moved, serve, some_tokens
 from spilling import BLOCK, NO_HINTS, State, match, restore, spill
 from spilling import some_tokens as some_prompt
@@ -25,7 +25,7 @@ from tiered_cache.errors import IdentityError, MissReason
 from tiered_cache.geometry import Geometry, Part, PartKind
 from tiered_cache.identity import Identity, PrefixChain, Tokens
 from tiered_cache.service.local import InlineExecutor, LocalCluster
-from tiered_cache.service.messages import Prompt, RestorePlan, StateMark
+from tiered_cache.service.messages import Prompt, StateMark
 from tiered_cache.service.owner import SequenceOwner
 from tiered_cache.service.router import RestoreRouter
 from tiered_cache.tiers.base import Durability, GetRequest, PutItem
@@ -43,7 +43,7 @@ class Tenant:
         self.workers, self.tierings, self.name = cluster.workers, cluster.tierings, name
         self.owner = SequenceOwner(engine, name=name, node=NODE, tiering=cluster.tierings.__getitem__)
         cluster.workers[name] = self.owner
-        self.router = RestoreRouter({name: self.owner}, cluster.tierings, InlineExecutor())
+        self.router = RestoreRouter({name: self.owner}, cluster.tierings, InlineExecutor(), catalogue=cluster.catalogue)
         self.namespace = cluster.tiering.register(engine.identity, engine.geometry, deadline_s=DEADLINE_S)
 
     def ask(self, tokens: Tokens, durability: Durability) -> Served:
@@ -101,8 +101,8 @@ def test_card_06_another_number_format_is_refused_by_name_before_a_byte_is_read(
     with place.start() as cluster:
         sixteen = Tenant(cluster, engine(), "16 bits")
         sixteen.ask(PROMPT, place.durability)
-        plan = cluster.tiering.match(sixteen.namespace, Prompt(LONGER), 30.0, deadline_s=DEADLINE_S).plan
-        assert isinstance(plan, RestorePlan)
+        plan = look_up(cluster, sixteen.namespace, LONGER)
+        assert plan is not None
         asked = engine(**change)  # type: ignore[arg-type]
         differences = cluster.cache.differences(asked.identity, asked.geometry)
         assert any(named in difference for difference in differences), differences
@@ -186,7 +186,7 @@ def test_card_08_salt_adapter_and_name_are_never_mixed_up(place: Place) -> None:
             placed = tenant.ask(LONGER, place.durability).placement
             assert placed.restored_tokens == 45
         for asker, stored in itertools.permutations(tenants.values(), 2):
-            plan = cluster.tiering.match(stored.namespace, Prompt(LONGER), 30.0, deadline_s=DEADLINE_S).plan
+            plan = look_up(cluster, stored.namespace, LONGER)
             assert plan is not None
             with pytest.raises(IdentityError):
                 asker.owner.inject(plan, Prompt(LONGER), 100, b"", deadline_s=DEADLINE_S)

@@ -29,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from places import make_faulty
 from serving import MODELS, NO_HINTS, compute, never_moved, some_tokens
 
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
@@ -87,6 +88,8 @@ class Report:
     counters: Counter[str] = field(default_factory=Counter)
     injected: Counter[str] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
+    threads: Counter[str] = field(default_factory=Counter)
+    """By name, at the end of each node's life, the most there were."""
 
     def trends(self) -> dict[str, tuple[float, float, float]]:
         """As `trends` says, of this run's samples."""
@@ -98,6 +101,14 @@ class Report:
             if late > most:
                 told.append(f"{name} grew from {early:,.0f} to {late:,.0f}, and {most:,.0f} is the bound")
         return told
+
+
+def _threads_by_name() -> Counter[str]:
+    names: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            names[task.joinpath("comm").read_text().strip().rstrip("0123456789_")] += 1
+    return names
 
 
 def trends(samples: Sequence[Sample]) -> dict[str, tuple[float, float, float]]:
@@ -127,6 +138,7 @@ class Soak:
         self.directory, self.report = directory, report
         self.rng = random.Random(report.seed)
         self.fresh = report.seed * 1_000_000
+        self.faulty: list[FaultyTier] = []
         self.sessions = [self.new_tokens(30) for _ in range(SESSIONS)]
 
     def new_tokens(self, most: int) -> Tokens:
@@ -144,8 +156,9 @@ class Soak:
         )
         worker = WorkerSettings(engine=MODEL, capacity_bytes=16 << 20)
         cluster = LocalCluster(ClusterSettings(2, worker, tiers))
-        for number, level in enumerate(cluster.cache._levels):
-            level.tier = FaultyTier(level.tier, seed=self.rng.randrange(1 << 30) + number, rates=RATES)
+        self.faulty = [make_faulty(cluster, name, self.rng.randrange(1 << 30)) for name in ("host", "disk", "object")]
+        for tier in self.faulty:
+            tier.rates = dict(RATES)
         return cluster
 
     def run(self, until_s: float, cluster: LocalCluster, every_s: float, started_s: float) -> None:
@@ -158,9 +171,9 @@ class Soak:
                 if not report.samples or time.monotonic() - started_s - report.samples[-1].at_s >= every_s:
                     report.samples.append(Sample.now(started_s))
             report.counters.update(cluster.counters())
-            for level in cluster.cache._levels:
-                assert isinstance(level.tier, FaultyTier)
-                report.injected.update({fault.value: count for fault, count in level.tier.injected.items()})
+            for tier in self.faulty:
+                report.injected.update({fault.value: count for fault, count in tier.injected.items()})
+            report.threads |= _threads_by_name()
         finally:
             cluster.close()
 
@@ -236,7 +249,11 @@ def soak(minutes: float, seed: int, restarts: int | None = None) -> Report:
 
 def tell(report: Report) -> None:
     print(f"{report.minutes:g} min, seed {report.seed}: {report.steps:,} steps, {report.wrong} wrong answers")
-    for title, counts in (("events", report.events), ("faults injected", report.injected)):
+    for title, counts in (
+        ("events", report.events),
+        ("faults injected", report.injected),
+        ("threads", report.threads),
+    ):
         print(f"{title}: " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count))
     moved = {name: count for name, count in report.counters.items() if name.startswith("cache.frames.")}
     print("frames: " + ", ".join(f"{name[13:]} {count:,}" for name, count in sorted(moved.items())))
