@@ -25,7 +25,7 @@ from forging import resealed
 from obstore.store import MemoryStore
 
 from tiered_cache import frame
-from tiered_cache.config import TierSettings, WorkerSettings, format_size, parse_size
+from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings, format_size, parse_size
 from tiered_cache.errors import ConfigError, IdentityError, TieredCacheError, TraceError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity, tagged_hash
@@ -158,8 +158,8 @@ _RUNS = {"timestamp": 0, "input_length": 130, "output_length": 4, "runs": [[0, 2
 # Settings
 
 
-def read_settings(data: bytes) -> None:
-    """Sizes, URLs and options as people write them: each is taken, or refused by name."""
+def read_size(data: bytes) -> None:
+    """A size as people write it is taken, or refused by name."""
     text = data.decode("utf-8", "surrogateescape")
     size = None
     with contextlib.suppress(ConfigError):
@@ -167,18 +167,28 @@ def read_settings(data: bytes) -> None:
     if size is not None:
         assert 0 <= size <= 1 << 60
         assert format_size(size)
-    first, _, rest = text.partition("\n")
-    if not first.startswith("file:"):  # which would make directories
-        options = dict(line.partition("=")[::2] for line in rest.splitlines())
+
+
+def read_store(data: bytes) -> None:
+    """A URL, and options one a line, name a store or are refused; nothing is asked of it."""
+    url, _, rest = data.decode("utf-8", "surrogateescape").partition("\n")
+    options = dict(line.partition("=")[::2] for line in rest.splitlines())
+    if "file" not in url.lower():  # which would make directories
         with contextlib.suppress(ConfigError):
-            open_store(first, options)
-    with contextlib.suppress(ValueError):
-        fields = json.loads(text)
+            open_store(url, options)
+
+
+def read_settings(data: bytes) -> None:
+    """Fields of any value are taken or refused."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    for kind in (TierSettings, WorkerSettings, ClusterSettings):
         if isinstance(fields, dict):
-            for kind in (TierSettings, WorkerSettings):
-                known = {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
-                with contextlib.suppress(ConfigError, TypeError):
-                    kind(**known)
+            known = {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
+            with contextlib.suppress(ConfigError, TypeError):
+                kind(**known)
 
 
 # Names
@@ -246,15 +256,21 @@ TARGETS: Mapping[str, Target] = {
     "descriptor": Target(read_sealed_descriptor, (*_descriptors(), _with_a_field_that_no_text_names())),
     "trace": Target(_trace, (b"".join(_LINES), json.dumps(_RUNS).encode() + b"\n", json.dumps(_RUNS).encode())),
     "compressed-trace": Target(read_compressed_trace, (gzip.compress(b"".join(_LINES), mtime=0),)),
-    "settings": Target(
-        read_settings,
+    "size": Target(read_size, (b"1.5GiB", b"64 MB", b"4096", b" 512kib ")),
+    "store": Target(
+        read_store,
         (
-            b"1.5GiB",
-            b"64 MB",
             b"s3://bucket/prefix\nendpoint=http://127.0.0.1:1\nregion=x\naccess_key_id=a",
             b"az://container/x\naccount_name=a",
             b"gs://bucket\nservice_account_key={}",
+            b"s3://[bucket\nregion=x",
+        ),
+    ),
+    "settings": Target(
+        read_settings,
+        (
             json.dumps({"host_bytes": 1, "object_url": "s3://b", "object_bytes": 2, "object_requests": 16}).encode(),
+            json.dumps({"workers": 2, "disk_dir": "/tmp/x", "disk_bytes": 5, "capacity_bytes": 7}).encode(),
         ),
     ),
     "name": Target(read_name, tuple(name.encode() for name in _NAMES)),

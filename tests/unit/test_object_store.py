@@ -44,7 +44,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 # Opening
 
 
-@pytest.mark.parametrize("url", ["", "nowhere", "ftp://a/b", "http://a/b", "s3://", "relative/path"])
+@pytest.mark.parametrize("url", ["", "nowhere", "ftp://a/b", "http://a/b", "s3://", "relative/path", "s3://[b"])
 def test_what_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="object store"):
         open_store(url)

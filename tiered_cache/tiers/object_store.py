@@ -112,7 +112,10 @@ def open_store(
     (`endpoint`, `region`, `access_key_id` and so on). Connection errors, timeouts of reads, 429 and 5xx are retried
     after 50 ms, doubled each time, up to `retries` times and until `retry_timeout_s`. Raises `ConfigError`.
     """
-    scheme = urlsplit(url).scheme
+    try:
+        scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    except ValueError as error:
+        raise ConfigError(f"an object store's URL that is none: {error}") from None
     if scheme not in SCHEMES:
         raise ConfigError(f"object store {scheme}://: none of {', '.join(SCHEMES)}")
     try:
@@ -143,7 +146,7 @@ def open_store(
             },
         )
     except (BaseError, ValueError, TypeError) as error:
-        raise ConfigError(f"object store {scheme}://{urlsplit(url).hostname or ''}: {_told(error)}") from None
+        raise ConfigError(f"object store {scheme}://{host}: {_told(error)}") from None
 
 
 def durability_of(url: str) -> Durability:
