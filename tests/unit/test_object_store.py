@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import uuid
@@ -28,7 +29,7 @@ from tiered_cache.testing.object_servers import BUCKET, FaultyS3Server, HttpFaul
 from tiered_cache.testing.tier_suite import get, name_of, put, seeded
 from tiered_cache.tiers.base import Durability, PutOutcome, TierUsage
 from tiered_cache.tiers.object_budget import LocalBudget
-from tiered_cache.tiers.object_store import ObjectStoreTier, durability_of, open_store
+from tiered_cache.tiers.object_store import STAGED_GRACE_S, ObjectStoreTier, durability_of, open_store
 from tiered_cache.tiers.wrappers import BreakerState, BreakerTier, MeteredTier
 
 MODEL = MODELS[0]
@@ -146,6 +147,27 @@ def test_an_existing_object_is_charged_with_its_own_size(executor: ThreadPoolExe
     assert put(one, (name_of(0), b"x")) == [PutOutcome.EXISTS]
     assert one.usage().bytes_used == one.footprint(5_000)
     assert get(one, name_of(0)) == bytes(5_000)
+
+
+def test_what_a_killed_process_was_writing_into_a_directory_is_removed_and_no_live_writers(
+    tmp_path: Path, executor: ThreadPoolExecutor
+) -> None:
+    now_s = time.time()
+    store = open_store(f"file://{tmp_path}")
+    tier = ObjectStoreTier(store, 1 << 20, executor, clock=lambda: now_s)
+    put(tier, (name_of(0), b"x"))
+    (entry,) = tmp_path.rglob("*.blob")
+    dead, living, foreign = (entry.with_name(f"{entry.name}#{suffix}") for suffix in ("1", "2", "x"))
+    for file in (dead, living, foreign):
+        file.write_bytes(b"half")
+    for file in (entry, dead, foreign):
+        os.utime(file, (now_s - 2 * STAGED_GRACE_S,) * 2)
+    assert [found.path for found in tier.list()] == [name_of(0)]
+    assert sorted(tmp_path.rglob("*.blob*")) == sorted([entry, living, foreign])
+    assert get(tier, name_of(0)) == b"x"
+    now_s += 2 * STAGED_GRACE_S
+    assert [found.path for found in tier.list()] == [name_of(0)]
+    assert sorted(tmp_path.rglob("*.blob*")) == sorted([entry, foreign])
 
 
 # In a node

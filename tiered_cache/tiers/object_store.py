@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import CancelledError, Executor, wait
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -79,6 +80,9 @@ ENTRY_BYTES = 512
 ENTRY_BYTES_MAX = 5 << 30
 """What S3 takes in one put."""
 SUFFIX = ".blob"
+STAGED_GRACE_S = 600.0
+"""After so long without a write, a file that was to become an object is one that a killed process has left."""
+_STAGED = re.compile(r".+#[0-9]+")
 _QUARANTINED = re.compile(
     rf"quarantine/(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})"
 )
@@ -266,6 +270,8 @@ class ObjectStoreTier(Tier):
             complete = not prefix
         finally:
             self._budget.end_count(found if complete else None, since)
+        if complete:
+            self._collect_staged()
 
     def delete(self, paths: Sequence[str]) -> Sequence[bool]:
         self._check_open()
@@ -308,6 +314,17 @@ class ObjectStoreTier(Tier):
         self._closed = True
         if self._owns_executor:
             self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _collect_staged(self) -> None:
+        """In a directory, objects are written under another name first: remove those that nobody goes on writing."""
+        root = self._store.prefix if isinstance(self._store, LocalStore) else None
+        if root is None:
+            return
+        for file in (*Path(root, "entries").rglob("*#*"), *Path(root, "quarantine").rglob("*#*")):
+            with contextlib.suppress(OSError):  # somebody else was faster
+                if _STAGED.fullmatch(file.name) and self._clock() - file.lstat().st_mtime > STAGED_GRACE_S:
+                    file.unlink()
+                    _log.info("%s: %s was never finished, and is removed", self.name, file.name)
 
     # What runs in the executor
 
