@@ -86,6 +86,12 @@ class CatalogueActor:
         self.catalogue.abandon(lease, generation, sound, deadline_s=deadline_s)
 
     @_in_group("index")
+    def generation(self, *, deadline_s: float) -> int:
+        """Another one than before: it was restarted."""
+        del deadline_s
+        return self.catalogue.generation
+
+    @_in_group("index")
     def counters(self, *, deadline_s: float) -> dict[str, int]:
         """The counters since this generation began."""
         del deadline_s

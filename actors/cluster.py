@@ -13,7 +13,8 @@ import contextlib
 import logging
 import resource
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,10 +22,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.blueprint import Blueprint, place_workers
 from actors.catalogue import CATALOGUE_OPTIONS, CatalogueActor
 from actors.inline import in_local_mode
-from actors.names import ClusterName
-from actors.ports import Port, RemoteCatalogue, RemoteOwner, RemoteTiering
+from actors.names import CATALOGUE, ROUTER, TIERING, ClusterName, Ports
+from actors.ports import Port, RemoteCatalogue
 from actors.router import RouterActor
 from actors.sequence import OWNER_OPTIONS, OwnerMethods, SequenceActor
 from actors.tiering import TieringActor
@@ -48,22 +50,24 @@ class RayCluster:
     def __init__(
         self,
         cluster: ClusterName,
-        workers: tuple[str, ...],
-        nodes: tuple[str, ...],
-        has_catalogue: bool,
+        blueprint: Blueprint,
+        workers: Iterable[str],
+        nodes: Iterable[str],
         *,
         owns_ray: bool,
     ) -> None:
         """Use `start` or `connect`."""
         self.cluster = cluster
-        self.workers: dict[str, RemoteOwner] = {name: cluster.owner(name) for name in workers}
-        self.tierings: dict[str, RemoteTiering] = {node: cluster.tiering(node) for node in nodes}
-        self.catalogue: RemoteCatalogue | None = cluster.catalogue() if has_catalogue else None
+        self._blueprint = blueprint
+        self.workers = Ports(workers, cluster.owner)
+        self.tierings = Ports(nodes, cluster.tiering)
+        self.catalogue: RemoteCatalogue | None = cluster.catalogue() if blueprint.has_catalogue else None
         self.router = cluster.router()
-        self.identity, self.geometry = self.workers[workers[0]].describe(deadline_s=DESCRIBE_S)
+        self.identity, self.geometry = next(iter(self.workers.values())).describe(deadline_s=DESCRIBE_S)
         self.namespace = b""
         for tiering in self.tierings.values():
             self.namespace = tiering.register(self.identity, self.geometry, deadline_s=ASK_S)
+        self._places: dict[str, str] = {}
         self._handles: list[Any] = []  # an actor that is not detached lives as long as its creator's handle
         self._owns_ray = owns_ray
 
@@ -92,18 +96,15 @@ class RayCluster:
         with _connected(address) as owns_ray:
             if in_local_mode():  # where a constructor that raises would end this process
                 LocalCluster(settings).close()
-            places = _places(settings)
-            nodes = tuple(sorted(set(places.values())))
+            blueprint, places = _plan(Blueprint(settings, worker, router or RouterSettings(), detached))
             handles: list[Any] = []
             try:
-                _start(
-                    handles, settings, places, worker, router or RouterSettings(), detached=detached, start_s=start_s
-                )
-                has_catalogue = settings.tiers.object_url is not None
-                cluster = cls(_callers(settings.name), tuple(places), nodes, has_catalogue, owns_ray=owns_ray)
+                _start(handles, blueprint, places, start_s=start_s)
+                cluster = cls(_callers(settings.name), blueprint, places, set(places.values()), owns_ray=owns_ray)
             except BaseException:
                 _kill(handles)
                 raise
+            cluster._places = places
             cluster._handles = [] if detached else handles
             return cluster
 
@@ -113,9 +114,42 @@ class RayCluster:
         cluster = _callers(name)
         with _connected(address) as owns_ray:
             try:
-                return cls(cluster, *cluster.router().members(deadline_s=ASK_S), owns_ray=owns_ray)
+                blueprint, workers, nodes = cluster.router().members(deadline_s=ASK_S)
+                return cls(cluster, blueprint, workers, nodes, owns_ray=owns_ray)
             except TieredCacheError as error:
                 raise ConfigError(f"no cluster {name!r} to connect to: {error.message}") from error
+
+    def heal(self) -> tuple[str, ...]:
+        """Start again what went with a node, on nodes that have room, without waiting for it; returns the names.
+
+        A node gets no more workers than the fullest one had at the start: those that were lost with a node wait until
+        another one joins. The router finds the new actors when they answer, and forgets those of a node that is gone.
+        Actors that die alone are restarted by Ray. Raises `ConfigError` if the set is another process's to heal: one
+        that is not detached lives no longer than the process that starts its actors.
+        """
+        if in_local_mode():
+            return ()
+        blueprint = self._blueprint
+        if not (blueprint.detached or self._handles):
+            raise ConfigError(f"{self.cluster.name!r} was started by another process, which has to heal it")
+        living, nodes = self.cluster.living()
+        lost = [name for name in blueprint.workers if name not in living]
+        places: Mapping[str, str] = {}
+        if lost:
+            taken = {name: node for name in living if (node := self._place(name)) is not None}
+            places = place_workers(lost, _gpus(), taken, blueprint)
+            self._places.update(places)
+        started = _Starter(blueprint, [] if blueprint.detached else self._handles)
+        for node in sorted(set(places.values()) - nodes):
+            with contextlib.suppress(ValueError):  # this process has not heard yet that the last of its name is dead
+                started.tiering(node)
+        for name, node in places.items():
+            with contextlib.suppress(ValueError):
+                started.worker(name, node)
+                self.cluster.forget(name)
+        self.workers = Ports(living.union(places), self.cluster.owner)
+        self.tierings = Ports(nodes.union(places.values()), self.cluster.tiering)
+        return tuple(started.names)
 
     def counters(self) -> dict[str, int]:
         """Sums of all counters of the actors that answer, by who counted."""
@@ -125,6 +159,16 @@ class RayCluster:
                 counted: dict[str, int] = port.call(dict, "counters", deadline_s=ASK_S)
                 found.update({f"{who}.{what}": number for what, number in counted.items()})
         return dict(sorted(found.items()))
+
+    def generations(self) -> tuple[int, ...]:
+        """Of the router, the tiering actors and the catalogue; 0 for one that does not answer."""
+        found = []
+        for port in (self.router, *self._tiers()):
+            try:
+                found.append(port.call(int, "generation", deadline_s=ASK_S))
+            except TieredCacheError:
+                found.append(0)
+        return tuple(found)
 
     def peak_rss_bytes(self) -> int:
         """The most resident memory that this process and the actors that answer have had, added up."""
@@ -158,6 +202,13 @@ class RayCluster:
     def _tiers(self) -> list[Port]:
         """Who holds frames, or knows of them."""
         return [*self.tierings.values(), *([self.catalogue] if self.catalogue else [])]
+
+    def _place(self, name: str) -> str | None:
+        """The node of a worker; None if it does not say, and was not started here."""
+        if name not in self._places:
+            with contextlib.suppress(TieredCacheError):
+                self._places[name] = self.workers[name].bid(self.namespace, (), deadline_s=ASK_S).node
+        return self._places.get(name)
 
     def _close_tiers(self) -> None:
         for port in self._tiers():
@@ -205,70 +256,82 @@ def _connected(address: str | None) -> Iterator[bool]:
         raise
 
 
-def _start(
-    handles: list[Any],
-    settings: ClusterSettings,
-    places: Mapping[str, str],
-    worker: type[OwnerMethods],
-    router: RouterSettings,
-    *,
-    detached: bool,
-    start_s: float,
-) -> None:
-    """Start all actors and wait until they are up; `handles` holds those that there are, also if this raises."""
-    nodes = tuple(sorted(set(places.values())))
-    cluster = ClusterName(settings.name, RAY_NAMESPACE)
+class _Starter:
+    """Starts actors of a set; `handles` takes their handles."""
 
-    def start(actor: Any, name: str, node: str, *args: object, movable: bool = False, **options: object) -> None:
+    def __init__(self, blueprint: Blueprint, handles: list[Any]) -> None:
+        self.names: list[str] = []
+        self._blueprint = blueprint
+        self._handles = handles
+        self._cluster = ClusterName(blueprint.settings.name, RAY_NAMESPACE)
+
+    def tiering(self, node: str) -> None:
+        args = (node, self._cluster, self._blueprint.settings.tiers)
+        self._start(ray.remote(TieringActor), f"{TIERING}{node}", node, *args, max_concurrency=TIERING_THREADS)
+
+    def worker(self, name: str, node: str) -> None:
+        settings, made = self._blueprint.settings.worker, ray.remote(**OWNER_OPTIONS)(self._blueprint.worker)
+        self._start(made, name, node, name, node, self._cluster.tiering, settings, num_gpus=settings.num_gpus)
+
+    def catalogue(self) -> None:
+        args = (self._cluster, self._blueprint.settings.tiers)
+        made = ray.remote(**CATALOGUE_OPTIONS)(CatalogueActor)
+        self._start(made, CATALOGUE, ray.get_runtime_context().get_node_id(), *args, movable=True)
+
+    def router(self, places: Mapping[str, str]) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        args = (self._cluster, self._blueprint, places)
+        self._start(ray.remote(RouterActor), ROUTER, here, *args, movable=True, max_concurrency=8)
+
+    def _start(self, actor: Any, name: str, node: str, *args: object, movable: bool = False, **options: object) -> None:
         placed = actor.options(
-            name=cluster.actor(name),
+            name=self._cluster.actor(name),
             namespace=RAY_NAMESPACE,
-            lifetime="detached" if detached else None,
+            lifetime="detached" if self._blueprint.detached else None,
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=0,  # a retry would meet another state
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=movable),
             **options,
         )
-        handles.append(placed.remote(*args))
+        self._handles.append(placed.remote(*args))
+        self.names.append(name)
 
+
+def _start(handles: list[Any], blueprint: Blueprint, places: Mapping[str, str], *, start_s: float) -> None:
+    """Start all actors and wait until they are up; `handles` holds those that there are, also if this raises."""
+    name, starter = blueprint.settings.name, _Starter(blueprint, handles)
     try:
-        for node in nodes:
-            args = (node, cluster, settings.tiers)
-            start(ray.remote(TieringActor), f"tiering-{node}", node, *args, max_concurrency=TIERING_THREADS)
-        for name, node in places.items():
-            made = ray.remote(**OWNER_OPTIONS)(worker)
-            start(made, name, node, name, node, cluster.tiering, settings.worker, num_gpus=settings.worker.num_gpus)
-        here = ray.get_runtime_context().get_node_id()
-        if settings.tiers.object_url is not None:
-            catalogue = ray.remote(**CATALOGUE_OPTIONS)(CatalogueActor)
-            start(catalogue, "catalogue", here, cluster, settings.tiers, movable=True)
-        routed = (cluster, tuple(places), nodes, settings.tiers.object_url is not None, router)
-        start(ray.remote(RouterActor), "router", here, *routed, movable=True, max_concurrency=8)
+        for node in sorted(set(places.values())):
+            starter.tiering(node)
+        for worker, node in places.items():
+            starter.worker(worker, node)
+        if blueprint.has_catalogue:
+            starter.catalogue()
+        starter.router(places)
         ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=start_s)
     except GetTimeoutError as error:
-        wanted = f"{len(places)} workers with {settings.worker.num_gpus:g} GPUs each"
+        wanted = f"{len(places)} workers with {blueprint.settings.worker.num_gpus:g} GPUs each"
         raise ConfigError(f"the actors are not up after {start_s:g} s; is there room for {wanted}?") from error
     except RayActorError as error:  # its constructor's error, as text that ends with `module.Class: message`
         raise ConfigError(str(error).splitlines()[-1].rpartition("Error: ")[2]) from error
     except ValueError as error:
-        raise ConfigError(f"a cluster {settings.name!r} is running already: {error}".splitlines()[0]) from error
+        raise ConfigError(f"a cluster {name!r} is running already: {error}".splitlines()[0]) from error
 
 
-def _places(settings: ClusterSettings) -> dict[str, str]:
-    """A node for every worker. Raises `ConfigError` if there are not GPUs enough."""
+def _gpus() -> dict[str, float]:
+    """The GPUs of each node that is there."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    gpus = {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]}
-    wanted = settings.worker.num_gpus
-    places: dict[str, str] = {}
-    while len(places) < settings.workers:
-        free = [node for node in sorted(gpus) if gpus[node] >= wanted]
-        if not free:
-            raise ConfigError(f"{settings.workers} workers with {wanted:g} GPUs each, room for {len(places)}")
-        for node in free[: settings.workers - len(places)]:
-            places[f"worker-{len(places)}"] = node
-            gpus[node] -= wanted
-    return places
+    return {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"]}
+
+
+def _plan(blueprint: Blueprint) -> tuple[Blueprint, dict[str, str]]:
+    """A node for every worker, and how many one has. Raises `ConfigError` if there are not GPUs enough."""
+    places = place_workers(blueprint.workers, _gpus(), {}, blueprint)
+    if len(places) < len(blueprint.workers):
+        each = blueprint.settings.worker.num_gpus
+        raise ConfigError(f"{len(blueprint.workers)} workers with {each:g} GPUs each, room for {len(places)}")
+    return replace(blueprint, workers_per_node=max(Counter(places.values()).values())), places
 
 
 def _kill(handles: list[Any]) -> None:

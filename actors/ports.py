@@ -249,8 +249,9 @@ class RemoteRouter(Port):
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
         return self.call(Restored, "resume", ticket, capacity_tokens, deadline_s=deadline_s)
 
-    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-        members: tuple[tuple[str, ...], tuple[str, ...], bool] = self.call(
+    def members(self, *, deadline_s: float) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+        """The set's `Blueprint`, its workers, and its nodes."""
+        members: tuple[Any, tuple[str, ...], tuple[str, ...]] = self.call(
             tuple, "members", deadline_s=deadline_s, repeatable=True
         )
         return members

@@ -2,54 +2,122 @@
 
 from __future__ import annotations
 
+import logging
 import resource
+import threading
+import time
+from collections.abc import Mapping
 
-from actors.inline import executor_for_calls
+from ray.exceptions import RayError
+
+from actors.blueprint import Blueprint
+from actors.inline import executor_for_calls, in_local_mode
 from actors.metrics import ActorMetrics
 from actors.names import ClusterName
+from actors.ports import Port
+from tiered_cache.errors import TieredCacheError
 from tiered_cache.metrics import counter_samples
 from tiered_cache.service.messages import Prompt, Restored, SequenceRef, Ticket
-from tiered_cache.service.router import Placement, RestoreRouter, RouterSettings
+from tiered_cache.service.router import Placement, RestoreRouter
 from tiered_cache.tiers.base import Durability
+
+MEMBERS_S = 1.0
+"""How old the list of members may be."""
+WELCOME_S = 60.0
+"""How long an actor that is being started may take to answer for the first time."""
+
+_log = logging.getLogger(__name__)
 
 
 class RouterActor:
-    """Forwards `RouterPort`. It holds nothing that a restart would lose."""
+    """Forwards `RouterPort`. It holds nothing that a restart would lose: Ray knows which actors there are."""
 
-    def __init__(
-        self,
-        cluster: ClusterName,
-        owners: tuple[str, ...],
-        nodes: tuple[str, ...],
-        has_catalogue: bool,
-        settings: RouterSettings,
-    ) -> None:
-        self._members = owners, nodes, has_catalogue
-        self.router = RestoreRouter(
-            {name: cluster.owner(name) for name in owners},
-            {node: cluster.tiering(node) for node in nodes},
-            executor_for_calls(threads=min(64, 4 * (len(owners) + len(nodes)))),
-            catalogue=cluster.catalogue() if has_catalogue else None,
-            settings=settings,
-        )
+    def __init__(self, cluster: ClusterName, blueprint: Blueprint, places: Mapping[str, str]) -> None:
+        """`places`: the workers and their nodes at the start."""
+        self._generation = time.time_ns()
+        self._cluster = cluster
+        self._blueprint = blueprint
+        self._calls = executor_for_calls(threads=64)
+        self._fixed = in_local_mode()
+        self._owners, self._nodes = (set(places), set(places.values())) if self._fixed else cluster.living()
+        self._lock = threading.Lock()
+        self._coming: set[str] = set()
+        self._look_at_s = 0.0
+        catalogue = cluster.catalogue() if blueprint.has_catalogue else None
+        self.router = RestoreRouter({}, {}, self._calls, catalogue=catalogue, settings=blueprint.router)
+        self._tell()
         self._metrics = ActorMetrics(cluster.name, lambda: counter_samples("router", self.router.counters()))
 
+    def _look_around(self) -> None:
+        """See, now and then and without waiting for it, who is gone and who has come."""
+        with self._lock:
+            if self._fixed or time.monotonic() < self._look_at_s:
+                return
+            self._look_at_s = time.monotonic() + MEMBERS_S
+        self._calls.submit(self._look)
+
+    def _look(self) -> None:
+        try:
+            owners, nodes = self._cluster.living()
+        except (RayError, OSError, RuntimeError, ValueError):  # Ray cannot tell now; the next look may see more
+            _log.warning("the actors of %s cannot be listed", self._cluster.name, exc_info=True)
+            return
+        with self._lock:
+            new = (owners - self._owners) | (nodes - self._nodes)
+            newcomers, self._coming = new - self._coming, new
+            self._owners &= owners
+            self._nodes &= nodes
+        self._tell()
+        for name in newcomers:
+            self._calls.submit(self._welcome, name, name in owners)
+
+    def _welcome(self, name: str, is_owner: bool) -> None:
+        """Take in a new member, when it answers: until then it would only hold requests up."""
+        port: Port = self._cluster.owner(name) if is_owner else self._cluster.tiering(name)
+        try:
+            port.call(int, "peak_rss_bytes", deadline_s=WELCOME_S)
+        except TieredCacheError:
+            with self._lock:
+                self._coming.discard(name)  # the next look finds it again, if it is there
+            return
+        with self._lock:
+            (self._owners if is_owner else self._nodes).add(name)
+            self._coming.discard(name)
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._lock:
+            owners, nodes = sorted(self._owners), sorted(self._nodes)
+            self.router.set_members(
+                {name: self._cluster.owner(name) for name in owners},
+                {node: self._cluster.tiering(node) for node in nodes},
+            )
+
     def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
+        self._look_around()
         with self._metrics.timed("place"):
             return self.router.place(namespace, prompt, capacity_tokens, deadline_s=deadline_s)
 
     def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+        self._look_around()
         with self._metrics.timed("suspend"):
             return self.router.suspend(source, node, durability, deadline_s=deadline_s)
 
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
+        self._look_around()
         with self._metrics.timed("resume"):
             return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
 
-    def members(self, *, deadline_s: float) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-        """The names of the workers, the nodes, and whether there is an object store with its catalogue."""
+    def members(self, *, deadline_s: float) -> tuple[Blueprint, tuple[str, ...], tuple[str, ...]]:
+        """How the set was started; the names of the workers, and the nodes, that there are now."""
         del deadline_s
-        return self._members
+        owners, nodes = (self._owners, self._nodes) if self._fixed else self._cluster.living()
+        return self._blueprint, tuple(sorted(owners)), tuple(sorted(nodes))
+
+    def generation(self, *, deadline_s: float) -> int:
+        """Another one than before: it was restarted."""
+        del deadline_s
+        return self._generation
 
     def counters(self, *, deadline_s: float) -> dict[str, int]:
         """How often what happened since this router began."""

@@ -56,6 +56,11 @@ class TieringActor:
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         return self.tiering.unpin(pin, generation, deadline_s=deadline_s)
 
+    def generation(self, *, deadline_s: float) -> int:
+        """Another one than before: it was restarted."""
+        del deadline_s
+        return self.tiering.generation
+
     def counters(self, *, deadline_s: float) -> dict[str, int]:
         """The cache's counters since this generation began."""
         del deadline_s
@@ -69,6 +74,11 @@ class TieringActor:
     def _samples(self) -> Iterator[Sample]:
         yield from counter_samples("cache", self.cache.counters())
         yield from usage_samples(self.cache.usage())
+
+    def pins(self, *, deadline_s: float) -> int:
+        """How many prefixes are kept for somebody."""
+        del deadline_s
+        return self.cache.pins()
 
     def peak_rss_bytes(self, *, deadline_s: float) -> int:
         """The most memory that this process has held."""

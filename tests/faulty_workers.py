@@ -14,8 +14,12 @@ from tiered_cache.config import WorkerSettings
 from tiered_cache.engines.base import FrameName
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.identity import Tokens
+from tiered_cache.service.build import build_engine
 from tiered_cache.service.messages import TieringPort
 from tiered_cache.service.owner import SequenceOwner
+
+UNCLAIMED_S = 3.0
+"""How long a `CountingWorker` keeps a restored sequence that nobody comes for."""
 
 
 class FaultyEngine(ReferenceEngine):
@@ -81,3 +85,17 @@ class FaultyWorker(OwnerMethods):
     def fail(self, *, deadline_s: float) -> None:
         """An error that is not the library's."""
         raise ZeroDivisionError("by zero")
+
+
+class CountingWorker(OwnerMethods):
+    """A worker that tells what it holds."""
+
+    def __init__(self, name: str, node: str, tiering: Callable[[str], TieringPort], settings: WorkerSettings) -> None:
+        self.engine = build_engine(settings)
+        self.capacity_bytes = settings.capacity_bytes
+        self.owner = SequenceOwner(self.engine, name=name, node=node, tiering=tiering, unclaimed_s=UNCLAIMED_S)
+
+    @ray.method(concurrency_group="control")
+    def held_bytes(self, *, deadline_s: float) -> int:
+        """State of sequences, and room that is reserved for some."""
+        return self.capacity_bytes - self.engine.bytes_free()

@@ -492,6 +492,12 @@ class TieredCache:
         self._drop_left()
         return ended is not None
 
+    def pins(self) -> int:
+        """How many pins have not ended."""
+        with self._lock:
+            self._end_pins(self._clock())
+            return len(self._pins)
+
     def _drop_left(self) -> None:
         with self._lock:
             left, self._left = self._left, []

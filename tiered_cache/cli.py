@@ -585,6 +585,7 @@ def _replay_table(result: ReplayResult) -> Table:
         ("misses", f"{result.misses:,}{_reasons(result.misses_by_reason)}"),
         ("refusals", f"{sum(result.refusals_by_reason.values()):,}{_reasons(result.refusals_by_reason)}"),
         ("not kept", f"{sum(result.declined_by_reason.values()):,}{_reasons(result.declined_by_reason)}"),
+        ("begun again", f"{sum(result.retries_by_reason.values()):,}{_reasons(result.retries_by_reason)}"),
         ("failed", f"{sum(result.failures_by_reason.values()):,}{_reasons(result.failures_by_reason)}"),
         ("spilled", f"{format_size(result.bytes_spilled)}, stored as {format_size(result.bytes_stored)}"),
         ("demoted to disk", f"stored as {format_size(demoted)}"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_serving import QUIET, SMALL, helpers_for_workers, start_cluster
+from ray_serving import QUICK_TO_SEE_A_DEATH, QUIET, SMALL, helpers_for_workers, start_cluster
 from serving import DEADLINE_S, MODELS, NO_HINTS, compute, never_moved, serve, some_tokens
 
 from actors.cluster import RayCluster
@@ -25,12 +25,6 @@ from tiered_cache.testing.object_servers import FaultyS3Server
 from tiered_cache.tiers.base import Durability
 
 MODEL = MODELS[0]
-QUICK_TO_SEE_A_DEATH = {
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 200,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 3,
-}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +123,7 @@ def node_of(actor: Any) -> str:
 def router_on(cluster: RayCluster, node: str) -> Any:
     """Make sure that the router is on this node: Ray takes a soft affinity for a hint. Its handle keeps it alive."""
     port = cluster.router
-    members = port.members(deadline_s=DEADLINE_S)
+    blueprint, workers, nodes = port.members(deadline_s=DEADLINE_S)
     handle = ray.get_actor(port.actor, namespace=port.ray_namespace)
     until_s = time.monotonic() + 60
     while node_of(handle) != node:
@@ -144,8 +138,8 @@ def router_on(cluster: RayCluster, node: str) -> Any:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
         }
         names = ClusterName(cluster.cluster.name, port.ray_namespace)
-        handle = ray.remote(RouterActor).options(**options).remote(names, *members, RouterSettings(ask_s=1.0))
-        assert port.members(deadline_s=DEADLINE_S) == members
+        handle = ray.remote(RouterActor).options(**options).remote(names, blueprint, {})
+        assert port.members(deadline_s=DEADLINE_S) == (blueprint, workers, nodes)
     return handle
 
 
@@ -187,6 +181,16 @@ def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any, with_route
         assert not with_router or node_of(router) != home
         recomputed = compute(cluster, plans[lost_worker].prompt.tokens, deadline_s=10)
         assert recomputed.mark == never_moved(MODEL, some_tokens(60, 0))
+        assert not cluster.heal(), "the nodes that are left have their workers"
+        assert (len(cluster.workers), len(cluster.tierings)) == (2, 2)
+        joined = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+        assert set(cluster.heal()) == {lost_worker, f"tiering-{joined.node_id}"}
+        assert not cluster.heal(), "it has begun"
+        until_s = time.monotonic() + 30
+        while (placed := serve(cluster, some_tokens(40, time.time_ns())).placement).owner != lost_worker:
+            assert time.monotonic() < until_s
+        assert placed.node == joined.node_id
+    machines.remove_node(joined)
 
 
 # One object store for all nodes

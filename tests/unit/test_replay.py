@@ -12,7 +12,7 @@ import pytest
 
 from tiered_cache import frame
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
-from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, IdentityError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, IdentityError, TierError, UnknownOutcomeError
 from tiered_cache.identity import PrefixChain
 from tiered_cache.index import Layout, PrefixIndex, RemovalReason
 from tiered_cache.policy.base import Hints, Request
@@ -273,6 +273,28 @@ def test_a_request_that_cannot_be_computed_is_counted_and_several_in_a_row_end_t
         cluster.router.place = failing(place, CapacityError("no room"), {1, 2, 3})
         with pytest.raises(CapacityError, match="no room"):
             replay(Trace(SAMPLE_PATH), cluster, settings)
+
+
+def test_a_request_whose_actors_die_is_computed_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ReplaySettings(host_only(64 * MIB), requests=10)
+    with LocalCluster(settings.cluster) as cluster:
+        healed: list[int] = []
+        monkeypatch.setattr(LocalCluster, "heal", lambda _: healed.append(1) or ("worker-0",))
+        away, died = TierError("away", retryable=True), UnknownOutcomeError("it died")
+        cluster.router.place = failing(cluster.router.place, away, {2, 3})
+        for worker in cluster.workers.values():
+            worker.run = failing(worker.run, died, {0})
+        result = replay(Trace(SAMPLE_PATH), cluster, settings)
+        assert result.retries_by_reason == {"TierError": 2, "UnknownOutcomeError": 2}
+        assert (result.requests, result.lookups, result.mismatches, result.failures_by_reason) == (10, 12, 0, {})
+        assert len(healed) >= 4
+        lasting = TierError("broken")
+        cluster.router.place = failing(cluster.router.place, lasting, {1})
+        result = replay(Trace(SAMPLE_PATH), cluster, settings)
+        assert (result.retries_by_reason, result.failures_by_reason) == ({}, {"TierError": 1})
+        cluster.router.place = failing(cluster.router.place, away, set(range(1 << 20)))
+        with pytest.raises(TierError, match="away"):
+            replay(Trace(SAMPLE_PATH), cluster, replace(settings, recover_s=0.25))
 
 
 def test_a_request_that_fits_no_worker_is_named_before_the_first_one_runs() -> None:

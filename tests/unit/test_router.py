@@ -19,6 +19,7 @@ from tiered_cache.errors import (
     ChecksumError,
     DeadlineError,
     FrameNotFoundError,
+    IdentityError,
     MissReason,
     StaleError,
     TieredCacheError,
@@ -268,6 +269,55 @@ def test_who_cannot_answer_is_left_out_and_counted() -> None:
     assert router.counters() == {"refusals.DeadlineError": 1, "refusals.TierError": 1, "restores": 1}
 
 
+def test_who_lets_a_question_run_out_is_left_alone_for_longer_each_time() -> None:
+    clock = Clock()
+    owners = [FakeOwner("x", errors={"bid": DeadlineError("x hangs")}), FakeOwner("y")]
+    router = router_of(owners, [FakeTiering(tokens=0)], clock=clock, ask_s=2.0)
+    asked = []
+    for now_s in range(100):
+        clock.now_s = float(now_s)
+        owners[0].calls.clear()
+        router.place(NAMESPACE, PROMPT, 100, deadline_s=5)
+        if "bid" in owners[0].calls:
+            asked.append(now_s)
+    assert asked == [0, 2, 6, 14, 30, 60, 90], "2, 4, 8, 16 and never more than 30 s"
+    assert router.counters()["members.left_alone"] == 93
+    owners[0].errors.clear()
+    clock.now_s = 120.0
+    for _ in range(2):
+        router.place(NAMESPACE, PROMPT, 100, deadline_s=5)
+    assert owners[0].calls.count("bid") == 2, "it has answered, and is asked as ever"
+
+
+def test_who_has_had_too_little_time_and_who_is_the_only_one_is_asked_again() -> None:
+    owners = [FakeOwner("x", errors={"bid": DeadlineError("x hangs")}), FakeOwner("y")]
+    router = router_of(owners, [FakeTiering(tokens=0)], clock=Clock(), ask_s=2.0)
+    for _ in range(2):
+        router.place(NAMESPACE, PROMPT, 100, deadline_s=1.9)
+    assert owners[0].calls.count("bid") == 2
+    router = router_of(owners[:1], [FakeTiering(tokens=0)], clock=Clock())
+    for _ in range(2):
+        with pytest.raises(TierError):
+            router.place(NAMESPACE, PROMPT, 100, deadline_s=5)
+    assert owners[0].calls.count("bid") == 4
+
+
+def test_members_come_and_go() -> None:
+    x, y, a, b = FakeOwner("x"), FakeOwner("y", node="b"), FakeTiering("a", tokens=16), FakeTiering("b", tokens=32)
+    router = router_of([x], [a])
+    assert router.place(NAMESPACE, PROMPT, 100, deadline_s=5).restored_tokens == 16
+    router.set_members({"x": x, "y": y}, {"a": a, "b": b})
+    placement = router.place(NAMESPACE, PROMPT, 100, deadline_s=5)
+    assert (placement.owner, placement.restored_tokens) == ("y", 32)
+    ticket = router.suspend(SequenceRef("y", 1, 1, 1), "b", Durability.HOST, deadline_s=5)
+    x.calls.clear()
+    router.set_members({"y": y}, {"a": a})
+    assert router.place(NAMESPACE, PROMPT, 100, deadline_s=5).owner == "y"
+    assert not x.calls
+    with pytest.raises(StaleError, match="this router knows a, not b"):
+        router.resume(ticket, 100, deadline_s=5)
+
+
 def test_if_no_node_answers_it_is_computed() -> None:
     nodes = [FakeTiering("a", errors={"match": TierError("dead")})]
     placement = router_of([FakeOwner("x")], nodes).place(NAMESPACE, PROMPT, 100, deadline_s=5)
@@ -287,10 +337,15 @@ def test_no_room_anywhere_is_the_one_error_that_is_left() -> None:
     with pytest.raises(CapacityError, match="still full"):
         router_of(owners, [tiering]).place(NAMESPACE, PROMPT, 100, deadline_s=5)
     assert not tiering.pins
-    with pytest.raises(CapacityError, match="no worker"):
+    with pytest.raises(CapacityError, match="no worker of this identity"):
+        router_of([FakeOwner("x", errors={"bid": IdentityError("another")})], [tiering]).place(
+            NAMESPACE, PROMPT, 100, deadline_s=5
+        )
+    with pytest.raises(TierError, match="no worker answered: dead") as away:
         router_of([FakeOwner("x", errors={"bid": TierError("dead")})], [tiering]).place(
             NAMESPACE, PROMPT, 100, deadline_s=5
         )
+    assert away.value.retryable
 
 
 # Load or compute

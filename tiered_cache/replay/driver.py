@@ -34,7 +34,15 @@ import xxhash
 
 from tiered_cache.config import ClusterSettings
 from tiered_cache.engines.base import ComputingEngine
-from tiered_cache.errors import CapacityError, ConfigError, TieredCacheError
+from tiered_cache.errors import (
+    CapacityError,
+    ConfigError,
+    FrameNotFoundError,
+    StaleError,
+    TieredCacheError,
+    TierError,
+    UnknownOutcomeError,
+)
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, PrefixChain, Tokens, namespace_of
 from tiered_cache.policy.base import Hints
@@ -55,6 +63,10 @@ from tiered_cache.service.router import Placement
 from tiered_cache.tiers.base import Durability
 from tiered_cache.tiers.disk import SyncPolicy
 
+RETRY_PAUSE_S: Final = 0.1
+RETRY_PAUSE_S_MAX: Final = 2.0
+HEAL_S: Final = 2.0
+"""How often what went with a node is started again."""
 FAILURES_IN_A_ROW_MAX: Final = 3
 """A replay ends with the error if so many requests, one after the other, could not be computed at all."""
 MISMATCHES_SHOWN_MAX: Final = 100
@@ -80,6 +92,8 @@ class ReplaySettings:
     """What each spill must reach before the worker may free the sequence."""
     deadline_s: float = 120.0
     """Of each call."""
+    recover_s: float = 60.0
+    """How long a request whose actors die or are away is tried again, on others or when they are back."""
     marks_max: int = 1 << 16
     """How many prefixes' marks are remembered; about 400 bytes each."""
 
@@ -149,6 +163,8 @@ class ReplayResult:
     """Attempts to restore, to find room or to spill that an error ended, by the error's class."""
     declined_by_reason: dict[str, int]
     """Offered checkpoints that no tier took."""
+    retries_by_reason: dict[str, int]
+    """How often a request was begun again, because an actor that had to do with it died or was away."""
     failures_by_reason: dict[str, int]
     """Requests that no worker could compute."""
     checkpoints_skipped: int
@@ -223,7 +239,8 @@ def replay(
     Raises `TraceError` for a bad line and `ConfigError` for a trace that the engine cannot run (too long a request,
     more block ids than its vocabulary tells apart), and `IdentityError` or `GeometryError` if the cluster's engine is
     not the one of the settings, all before the first request. What goes wrong with one request is counted in the
-    result; only several in a row that cannot be computed at all raise the last one's error.
+    result: a request whose actors die is computed again elsewhere, and what a node took with it is started again; only
+    several in a row that cannot be computed at all raise the last one's error.
     """
     engine = build_engine(replace(settings.cluster.worker, device="numpy"))
     if namespace_of(engine.identity.digest(), engine.geometry.fingerprint()) != cluster.namespace:
@@ -235,6 +252,13 @@ def replay(
     source.tokens(survey.highest)
     source.output_token_array(survey.highest)
     return _Replay(cluster, settings, source, _Truth(engine, settings.marks_max), survey).run(trace, on_progress)
+
+
+def _can_pass(error: TieredCacheError) -> bool:
+    """Whether it says that somebody is dead or away, or has come back without what there was."""
+    if isinstance(error, TierError):
+        return error.retryable or isinstance(error, UnknownOutcomeError)
+    return isinstance(error, StaleError | FrameNotFoundError)
 
 
 def _check_room(engine: ComputingEngine, request: TraceRequest) -> None:
@@ -304,6 +328,7 @@ class _Replay:
         self._misses: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._declined: Counter[str] = Counter()
+        self._retries: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._mismatched: list[Mismatch] = []
         self._latencies = {phase: LatencyHistogram() for phase in PHASES}
@@ -311,11 +336,14 @@ class _Replay:
         self._decisions = xxhash.xxh3_128()
 
     def run(self, trace: Trace, on_progress: Callable[[Progress], None] | None) -> ReplayResult:
-        before = Counter(self._cluster.counters())
+        before, generations = Counter(self._cluster.counters()), self._cluster.generations()
         start_s = time.perf_counter()
-        failures_in_a_row = 0
+        failures_in_a_row, heal_at_s = 0, start_s + HEAL_S
         sample_every = -(-self._survey.requests // SAMPLES_MAX)
         for request in islice(trace, self._settings.requests):
+            if time.perf_counter() >= heal_at_s:
+                self._heal()
+                heal_at_s = time.perf_counter() + HEAL_S
             try:
                 self._serve(request)
                 failures_in_a_row = 0
@@ -335,12 +363,36 @@ class _Replay:
         elapsed_s = time.perf_counter() - start_s
         counters = Counter(self._cluster.counters())
         counters.subtract(before)
-        self._check_books(counters)
+        self._check_books(counters, complete=self._cluster.generations() == generations)
         return self._result(elapsed_s, counters, trace)
 
     # One request
 
     def _serve(self, request: TraceRequest) -> None:
+        """Compute a request, again from the look-up on if an actor dies under it."""
+        until_s, pause_s = time.perf_counter() + self._settings.recover_s, RETRY_PAUSE_S
+        while True:
+            try:
+                return self._try(request)
+            except TieredCacheError as error:
+                if not _can_pass(error) or time.perf_counter() + pause_s > until_s:
+                    raise
+                _log.warning("request %d: again, after %s: %s", request.index, type(error).__name__, error)
+                self._retries[type(error).__name__] += 1
+                self._decide(request.index, "again", type(error).__name__)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_PAUSE_S_MAX)
+            self._heal()
+
+    def _heal(self) -> None:
+        try:
+            started = self._cluster.heal()
+        except ConfigError:  # whoever has started it will
+            return
+        if started:
+            _log.warning("started again: %s", ", ".join(started))
+
+    def _try(self, request: TraceRequest) -> None:
         cluster, deadline_s = self._cluster, self._settings.deadline_s
         tokens = self._source.tokens(request)
         session = None if request.session is None else str(request.session)
@@ -360,6 +412,7 @@ class _Replay:
         take_at = tuple(sorted({*placement.take_at, end} - {0}))
         with self._timed("run"):
             done = worker.run(place, Prompt(tokens, session=session), take_at, deadline_s=deadline_s)
+        self._sums["hit_tokens"] += placement.restored_tokens
         try:
             if sound and self._learn(request, tokens, end, placement.owner, done.marks):
                 self._spill(request, tokens, end, placement, done)
@@ -380,7 +433,6 @@ class _Replay:
             self._misses[str(placement.reason)] += 1
             return True
         self._sums["restores"] += 1
-        self._sums["hit_tokens"] += restored.tokens
         self._sums["bytes_restored"] += restored.bytes_read
         return self._check(request, tokens[: restored.tokens], placement.owner, restored)
 
@@ -506,12 +558,12 @@ class _Replay:
             elapsed_s=elapsed_s,
         )
 
-    def _check_books(self, counters: Counter[str]) -> None:
-        """Every look-up is a restore or a miss with one reason, here and with those who did the work."""
+    def _check_books(self, counters: Counter[str], *, complete: bool) -> None:
+        """Every look-up is a restore or a miss with one reason, here and with those who did the work, if all lived."""
         sums, misses = self._sums, self._misses.total()
         assert sums["lookups"] == sums["restores"] + misses, (sums, self._misses)
         assert sums["restores"] == sums["verified_from_memory"] + sums["verified_by_recomputing"], sums
-        if self._failures:  # a router that was restarted has lost its counts, and a request that failed may miss one
+        if self._failures or self._retries or not complete:
             return
         assert sums["lookups"] == sums["requests"], sums
         assert counters["router.restores"] == sums["restores"], (counters, sums)
@@ -534,6 +586,7 @@ class _Replay:
             misses_by_reason=dict(self._misses.most_common()),
             refusals_by_reason=dict(self._refusals.most_common()),
             declined_by_reason=dict(self._declined.most_common()),
+            retries_by_reason=dict(self._retries.most_common()),
             failures_by_reason=dict(self._failures.most_common()),
             checkpoints_skipped=sums["checkpoints_skipped"],
             verified_from_memory=sums["verified_from_memory"],

@@ -128,6 +128,12 @@ class Cluster(Protocol):
     def counters(self) -> dict[str, int]:
         """Sums of all counters, by who counted: `router.misses.evicted`, `cache.frames.host.put`."""
 
+    def generations(self) -> tuple[int, ...]:
+        """Of the router and the nodes' tiering services: where one is another, what it had counted is lost."""
+
+    def heal(self) -> tuple[str, ...]:
+        """Start again what is lost and comes back by no other means; the names of what was started."""
+
     def peak_rss_bytes(self) -> int:
         """The most resident memory that its processes have had, the caller's among them, added up."""
 
@@ -178,6 +184,14 @@ class LocalCluster:
             if counts is not None:
                 found.update({f"cache.{what}": count for what, count in counts.counters().items()})
         return dict(sorted(found.items()))
+
+    def generations(self) -> tuple[int, ...]:
+        """They live as long as this does."""
+        return ()
+
+    def heal(self) -> tuple[str, ...]:
+        """Nothing here dies alone."""
+        return ()
 
     def peak_rss_bytes(self) -> int:
         """Of this process, which holds everything."""

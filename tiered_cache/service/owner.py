@@ -60,7 +60,6 @@ FETCH_BYTES_MAX = 256 << 20
 MEASURED_TOKENS_MIN = 64
 """Of how many tokens a computation must be to say how fast prompts are computed: a step of decoding does not."""
 UNCLAIMED_S = 60.0
-"""How long a restored sequence waits for its first use: who asked for it may have died with the answer."""
 WAIT_S = 30.0
 """How long a call without a deadline of its own waits for a sequence that is in use."""
 
@@ -98,8 +97,10 @@ class SequenceOwner:
         node: str,
         tiering: Callable[[str], TieringPort],
         generation: int | None = None,
+        unclaimed_s: float = UNCLAIMED_S,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`unclaimed_s`: how long a restored sequence waits for its first use; its asker may have died."""
         self.engine = engine
         self.name = name
         self.node = node
@@ -107,6 +108,7 @@ class SequenceOwner:
         self.namespace = namespace_of(engine.identity.digest(), engine.geometry.fingerprint())
         self._identity_digest = engine.identity.digest()
         self._tiering = tiering
+        self._unclaimed_s = unclaimed_s
         self._clock = clock
         self._lock = threading.Lock()
         self._sequences: dict[int, _Tracked] = {}
@@ -200,7 +202,7 @@ class SequenceOwner:
             self.engine.release(handle)
             raise
         by_block = [lineages.get((block + 1) * chain.block_tokens, 0) for block in range(chain.blocks)]
-        source = self._track(handle, chain, by_block, self._clock() + UNCLAIMED_S)
+        source = self._track(handle, chain, by_block, self._clock() + self._unclaimed_s)
         return Restored(source, plan.tokens, bytes_read, mark)
 
     def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:

@@ -1,5 +1,7 @@
 """`RestoreRouter`: finds the longest restorable prefix, chooses the worker, drives the restore, and decides on errors.
 
+Owners and nodes come and go (`set_members`); one that lets a question run out is left alone for a while.
+
 The router keeps no copy of what the tiers hold: it asks every node, and the node that will serve the frames answers
 and pins them in the same call. A view that is not kept can be neither stale nor lost with the router; it costs one
 parallel round of calls a request. What follows from an error is decided here, in `CONSEQUENCES`; whatever happens, no
@@ -56,6 +58,8 @@ from tiered_cache.tiers.base import Durability
 _T = TypeVar("_T")
 _Port = TypeVar("_Port")
 
+SILENT_S_MAX = 30.0
+"""How long at most a member that does not answer is left alone before it is asked again."""
 LOOKUPS_MAX = 3
 """How often one request looks again after a plan turned out to be out of date or a frame to be bad."""
 
@@ -119,16 +123,30 @@ class Placement:
         return self.restored.tokens if self.restored else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Silent:
+    """A member that did not answer in time: not asked again until then, so that not every request waits for it."""
+
+    until_s: float
+    pause_s: float
+
+
 @dataclass(slots=True)
 class _Attempt:
-    """What one request has met so far."""
+    """Whom one request asks, and what it has met so far."""
 
     deadline: Deadline
+    owners: Mapping[str, OwnerPort]
+    tierings: Mapping[str, TieringPort]
+    pinning: Mapping[str, TieringPort | CataloguePort]
+    """Who answers look-ups with a pinned plan: every node, and the catalogue of the object store like one."""
     reason: MissReason | None = None
     error: TieredCacheError | None = None
     refusals: list[tuple[str, str]] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
     """Nodes that could not give what they offered: others may have less, and can."""
+    away: bool = False
+    """Whether some owner was dead or did not answer."""
 
 
 class RestoreRouter:
@@ -144,12 +162,9 @@ class RestoreRouter:
         settings: RouterSettings | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._owners = dict(owners)
-        self._tierings = dict(tierings)
-        self._pinning: dict[str, TieringPort | CataloguePort] = {**tierings}
-        """Who answers look-ups with a pinned plan: every node, and the catalogue of the object store like one."""
-        if catalogue is not None:
-            self._pinning[CATALOGUE] = catalogue
+        self._owners: Mapping[str, OwnerPort] = dict(owners)
+        self._tierings: Mapping[str, TieringPort] = dict(tierings)
+        self._catalogue = catalogue
         self._executor = executor
         self._settings = settings or RouterSettings()
         self._clock = clock
@@ -157,15 +172,25 @@ class RestoreRouter:
         self._counters: Counter[str] = Counter()
         self._estimate = LoadEstimate()
         self._chosen: dict[str, int] = {}  # owner -> number of the last request it was given
+        self._silent: dict[tuple[str, str], _Silent] = {}
+
+    def set_members(self, owners: Mapping[str, OwnerPort], tierings: Mapping[str, TieringPort]) -> None:
+        """From now on these are the owners and the nodes; a request that is under way goes on with those it knows."""
+        with self._lock:
+            self._owners, self._tierings = dict(owners), dict(tierings)
+            for gone in self._chosen.keys() - owners.keys():
+                del self._chosen[gone]
+            for member in [m for m in self._silent if m[1] not in {*owners, *tierings, CATALOGUE}]:
+                del self._silent[member]
 
     def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
         """A worker for this prompt, with the longest prefix restored that tiers, workers and deadline allow.
 
         At most `len(prompt.tokens) - 1` tokens are restored: the state at n tokens cannot give the output that
         follows token n - 1 a second time. Raises `CapacityError` if no worker has room for `capacity_tokens` tokens
-        with nothing restored, `DeadlineError` if none answered in time.
+        with nothing restored, a retryable `TierError` if none could be asked, such as a `DeadlineError`.
         """
-        attempt = _Attempt(Deadline.after(deadline_s, self._clock))
+        attempt = self._attempt(deadline_s)
         bids: list[Bid] = []
         replies: Mapping[str, MatchReply] = {}
         for _ in range(LOOKUPS_MAX):
@@ -181,7 +206,7 @@ class RestoreRouter:
                     break
                 outcome = self._restore(plan, prompt, b"", capacity_tokens, bids, attempt, replies[plan.node])
             finally:
-                self._unpin_all(replies, attempt.deadline)
+                self._unpin_all(replies, attempt)
             if isinstance(outcome, Restored):
                 self._count("restores")
                 bid = self._choose(bids, outcome.source.owner)
@@ -199,8 +224,9 @@ class RestoreRouter:
         It has left the worker when this returns, and its frames stay until the ticket is resumed or its pin runs
         out. Raises what went wrong, `CapacityError` if the tiers declined; the sequence then runs on.
         """
-        deadline = Deadline.after(deadline_s, self._clock)
-        owner, tiering = _known(self._owners, source.owner), _known(self._tierings, node)
+        attempt = self._attempt(deadline_s)
+        deadline = attempt.deadline
+        owner, tiering = _known(attempt.owners, source.owner), _known(attempt.tierings, node)
         suspension = owner.suspend(source, deadline_s=deadline.left_s("suspend"))
         try:
             result = tiering.spill(
@@ -229,8 +255,8 @@ class RestoreRouter:
         `FrameError` if its frames are gone or bad: its tokens can then be computed again as a new request. A
         `TierError` says nothing about the ticket: it may be good later.
         """
-        tiering = _known(self._pinning, ticket.plan.node)
-        attempt = _Attempt(Deadline.after(deadline_s, self._clock))
+        attempt = self._attempt(deadline_s)
+        tiering = _known(attempt.pinning, ticket.plan.node)
         bids = self._bids(ticket.namespace, (), attempt)
         outcome = self._restore(ticket.plan, ticket.prompt, ticket.sampler_state, capacity_tokens, bids, attempt)
         if not isinstance(outcome, Restored):
@@ -241,7 +267,7 @@ class RestoreRouter:
         except BaseException:
             last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
             with suppress(TieredCacheError):
-                self._owners[outcome.source.owner].release(outcome.source, deadline_s=last_step_s)
+                attempt.owners[outcome.source.owner].release(outcome.source, deadline_s=last_step_s)
             raise
         self._count("resumes")
         return outcome
@@ -252,6 +278,14 @@ class RestoreRouter:
             return dict(self._counters)
 
     # Within
+
+    def _attempt(self, deadline_s: float) -> _Attempt:
+        with self._lock:
+            owners, tierings = self._owners, self._tierings
+        pinning: dict[str, TieringPort | CataloguePort] = {**tierings}
+        if self._catalogue is not None:
+            pinning[CATALOGUE] = self._catalogue
+        return _Attempt(Deadline.after(deadline_s, self._clock), owners, tierings, pinning)
 
     def _restore(
         self,
@@ -273,7 +307,7 @@ class RestoreRouter:
         for bid in self._ranked(bids, plan.node):
             started_s = self._clock()
             try:
-                restored = self._owners[bid.owner].inject(
+                restored = attempt.owners[bid.owner].inject(
                     plan, prompt, capacity_tokens, sampler_state, deadline_s=attempt.deadline.left_s("restore") / 2
                 )
             except TieredCacheError as error:
@@ -284,7 +318,7 @@ class RestoreRouter:
                 if isinstance(error, TierError) and error.tier == plan.node:
                     attempt.left_out.add(plan.node)
                     then = Then.LOOK_AGAIN
-                self._report((plan.node, bid.node), error, attempt.deadline)
+                self._report((plan.node, bid.node), error, attempt)
                 if then is not Then.NEXT_WORKER:
                     return then
             else:
@@ -302,22 +336,24 @@ class RestoreRouter:
         with self._lock:
             return self._estimate.is_slower(plan.node, reply.tier, reply.bytes_stored, plan.tokens, tokens_per_s)
 
-    def _report(self, nodes: tuple[str, str], error: TieredCacheError, deadline: Deadline) -> None:
+    def _report(self, nodes: tuple[str, str], error: TieredCacheError, attempt: _Attempt) -> None:
         """Tell who planned a bad frame, and, of the object store's, the worker's own node, which may have served it."""
         if not isinstance(error, FrameError) or isinstance(error, VersionError) or error.key is None:
             return
         for node in dict.fromkeys(nodes if nodes[0] == CATALOGUE else nodes[:1]):
             with suppress(TieredCacheError):  # its next reader will find and report it again
                 key = FrameKey.parse(error.key)
-                last_step_s = deadline.last_step_s(self._settings.ask_s)
-                self._pinning[node].report_bad(key, error.message, deadline_s=last_step_s)
+                last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
+                _known(attempt.pinning, node).report_bad(key, error.message, deadline_s=last_step_s)
 
     def _lease(self, namespace: bytes, capacity_tokens: int, bids: Sequence[Bid], attempt: _Attempt) -> tuple[Bid, int]:
         """Room for an empty sequence on the first worker that grants it."""
         error: TieredCacheError = CapacityError("no worker of this identity and geometry answered")
+        if attempt.away:
+            error = TierError(f"no worker answered: {attempt.refusals[-1][1]}", retryable=True)
         for bid in self._ranked(bids, None):
             try:
-                lease = self._owners[bid.owner].reserve(
+                lease = attempt.owners[bid.owner].reserve(
                     namespace,
                     capacity_tokens,
                     self._settings.lease_s,
@@ -332,24 +368,32 @@ class RestoreRouter:
         raise error
 
     def _bids(self, namespace: bytes, hashes: tuple[bytes, ...], attempt: _Attempt) -> list[Bid]:
-        answers = self._ask(self._owners, lambda port, left_s: port.bid(namespace, hashes, deadline_s=left_s), attempt)
+        answers = self._ask(
+            attempt.owners, "owner", lambda port, left_s: port.bid(namespace, hashes, deadline_s=left_s), attempt
+        )
         return list(answers.values())
 
     def _match(self, namespace: bytes, prompt: Prompt, attempt: _Attempt) -> dict[str, MatchReply]:
         pin_s = self._settings.pin_s
-        asked = {name: port for name, port in self._pinning.items() if name not in attempt.left_out}
-        return self._ask(asked, lambda port, left_s: port.match(namespace, prompt, pin_s, deadline_s=left_s), attempt)
+        asked = {name: port for name, port in attempt.pinning.items() if name not in attempt.left_out}
+        return self._ask(
+            asked, "node", lambda port, left_s: port.match(namespace, prompt, pin_s, deadline_s=left_s), attempt
+        )
 
     def _ask(
-        self, ports: Mapping[str, _Port], question: Callable[[_Port, float], _T], attempt: _Attempt
+        self, ports: Mapping[str, _Port], kind: str, question: Callable[[_Port, float], _T], attempt: _Attempt
     ) -> dict[str, _T]:
-        """Ask all at once; who does not answer in time, or cannot, is left out and counted."""
+        """Ask all at once; who does not answer in time, or cannot, is left out and counted.
+
+        One that let a question run out is not asked for a while, longer each time, unless nobody else is there.
+        """
         left_s = min(self._settings.ask_s, attempt.deadline.left_s("ask"))
         deadline = Deadline.after(left_s, self._clock)
-        if len(ports) == 1:  # no need for a thread
-            calls = {name: partial(question, port, left_s) for name, port in ports.items()}
+        asked = self._expected(ports, kind)
+        if len(asked) == 1:  # no need for a thread
+            calls = {name: partial(question, port, left_s) for name, port in asked.items()}
         else:
-            futures = {name: self._executor.submit(question, port, left_s) for name, port in ports.items()}
+            futures = {name: self._executor.submit(question, port, left_s) for name, port in asked.items()}
             calls = {name: partial(_result, future, deadline) for name, future in futures.items()}
         answers = {}
         for name, call in calls.items():
@@ -358,7 +402,28 @@ class RestoreRouter:
             except TieredCacheError as error:
                 attempt.refusals.append((type(error).__name__, str(error)))
                 self._count(f"refusals.{type(error).__name__}")
+                attempt.away |= kind == "owner" and isinstance(error, TierError)
+                self._heard(kind, name, late=isinstance(error, DeadlineError) and left_s == self._settings.ask_s)
+            else:
+                self._heard(kind, name, late=False)
         return answers
+
+    def _expected(self, ports: Mapping[str, _Port], kind: str) -> Mapping[str, _Port]:
+        """Those that are likely to answer."""
+        now_s = self._clock()
+        with self._lock:
+            silent = {name for (of, name), its in self._silent.items() if of == kind and now_s < its.until_s}
+        if not silent & ports.keys() or silent >= ports.keys():
+            return ports
+        self._count("members.left_alone")
+        return {name: port for name, port in ports.items() if name not in silent}
+
+    def _heard(self, kind: str, name: str, *, late: bool) -> None:
+        with self._lock:
+            before = self._silent.pop((kind, name), None)
+            if late:
+                pause_s = min(SILENT_S_MAX, 2 * before.pause_s if before else self._settings.ask_s)
+                self._silent[kind, name] = _Silent(self._clock() + pause_s, pause_s)
 
     def _ranked(self, bids: Sequence[Bid], node: str | None) -> list[Bid]:
         """Workers near the bytes first, then with the prefix resident, then with the most room, then longest unused."""
@@ -375,14 +440,14 @@ class RestoreRouter:
             self._chosen[owner] = 1 + max(self._chosen.values(), default=0)
         return next(bid for bid in bids if bid.owner == owner)
 
-    def _unpin_all(self, replies: Mapping[str, MatchReply], deadline: Deadline) -> None:
+    def _unpin_all(self, replies: Mapping[str, MatchReply], attempt: _Attempt) -> None:
         for reply in replies.values():
             if reply.plan is not None:
                 with suppress(TieredCacheError):  # the pin has a deadline of its own
-                    self._pinning[reply.plan.node].unpin(
+                    attempt.pinning[reply.plan.node].unpin(
                         reply.plan.pin,
                         reply.plan.generation,
-                        deadline_s=deadline.last_step_s(self._settings.ask_s),
+                        deadline_s=attempt.deadline.last_step_s(self._settings.ask_s),
                     )
 
     def _count(self, what: str) -> None:
