@@ -28,7 +28,6 @@ from ray.exceptions import (
 
 from tiered_cache.cache import Kept, Offer, PlannedFrame
 from tiered_cache.deadline import Deadline
-from tiered_cache.engines.base import FrameName
 from tiered_cache.errors import DeadlineError, MissReason, TieredCacheError, TierError, UnknownOutcomeError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
@@ -39,6 +38,7 @@ from tiered_cache.service.messages import (
     Bid,
     Bytes,
     Lease,
+    LeaseRef,
     MatchReply,
     Parcel,
     Prompt,
@@ -71,8 +71,16 @@ class Port:
         self.patient = patient
         self._handle: Any = None
 
-    def call(self, kind: type[_T], method: str, *args: object, deadline_s: float, repeatable: bool = False) -> _T:
-        """Call `method(*args, deadline_s=deadline_s)` there and wait for the answer, a `kind`.
+    def call(
+        self,
+        kind: type[_T],
+        method: str,
+        *args: object,
+        deadline_s: float,
+        repeatable: bool = False,
+        **options: object,
+    ) -> _T:
+        """Call `method(*args, deadline_s=deadline_s, **options)` there and wait for the answer, a `kind`.
 
         `repeatable`: to have it done twice, or done and not known, does no harm.
         """
@@ -80,7 +88,7 @@ class Port:
         while True:
             fresh = self._handle is None
             try:
-                answer = self._ask(method, *args, deadline_s=deadline.left_s(f"{self.actor}.{method}"))
+                answer = self._ask(method, args, options, deadline.left_s(f"{self.actor}.{method}"))
                 break
             except (RayActorError, ActorUnschedulableError) as error:
                 away = isinstance(error, ActorUnavailableError)
@@ -106,7 +114,7 @@ class Port:
             self._handle = None
             raise TierError(f"{self.actor} was not told: {_first_line(error)}", retryable=True) from error
 
-    def _ask(self, method: str, *args: object, deadline_s: float) -> object:
+    def _ask(self, method: str, args: tuple[object, ...], options: dict[str, object], deadline_s: float) -> object:
         """The answer to one call. Raises Ray's own error if the actor is away or dead."""
         if not ray.is_initialized():  # else Ray would start a cluster of its own now
             raise TierError(f"{self.actor} cannot be reached: Ray is not running in this process")
@@ -114,7 +122,7 @@ class Port:
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self.actor, namespace=self.ray_namespace)
-            reference = getattr(self._handle, method).remote(*args, deadline_s=deadline_s)
+            reference = getattr(self._handle, method).remote(*args, deadline_s=deadline_s, **options)
             return ray.get(reference, timeout=deadline_s + GRACE_S)
         except GetTimeoutError as error:
             ray.cancel(reference)  # it must not begin now, if it has not begun yet
@@ -145,24 +153,35 @@ class RemoteOwner(Port):
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid:
         return self.call(Bid, "bid", namespace, hashes, deadline_s=deadline_s, repeatable=True)
 
-    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
-        return self.call(int, "reserve", namespace, tokens, lease_s, deadline_s=deadline_s, repeatable=True)
+    def reserve(
+        self, namespace: bytes, tokens: int, lease_s: float, *, lineage: int = 0, deadline_s: float
+    ) -> LeaseRef:
+        args = (namespace, tokens, lease_s)
+        return self.call(LeaseRef, "reserve", *args, lineage=lineage, deadline_s=deadline_s, repeatable=True)
 
-    def cancel(self, lease: int, *, deadline_s: float) -> None:
+    def cancel(self, lease: LeaseRef, *, deadline_s: float) -> None:
         self.call(object, "cancel", lease, deadline_s=deadline_s, repeatable=True)
 
     def inject(
-        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+        self,
+        plan: RestorePlan,
+        prompt: Prompt,
+        capacity_tokens: int,
+        sampler_state: bytes,
+        *,
+        lineage: int = 0,
+        deadline_s: float,
     ) -> Restored:
-        return self.call(Restored, "inject", plan, prompt, capacity_tokens, sampler_state, deadline_s=deadline_s)
+        args = (plan, prompt, capacity_tokens, sampler_state)
+        return self.call(Restored, "inject", *args, lineage=lineage, deadline_s=deadline_s)
 
     def run(
-        self, place: SequenceRef | int, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
+        self, place: SequenceRef | LeaseRef, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
     ) -> RunResult:
         return self.call(RunResult, "run", place, prompt, take_at, deadline_s=deadline_s)
 
-    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
-        return self.call(Parcel, "export", source, names, deadline_s=deadline_s, repeatable=True)
+    def export(self, source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel:
+        return self.call(Parcel, "export", source, keys, deadline_s=deadline_s, repeatable=True)
 
     def release(self, source: SequenceRef, *, deadline_s: float) -> None:
         self.call(object, "release", source, deadline_s=deadline_s, repeatable=True)

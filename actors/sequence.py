@@ -17,12 +17,12 @@ from typing import Any, TypeVar, cast
 import ray
 
 from tiered_cache.config import WorkerSettings
-from tiered_cache.engines.base import FrameName
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import Identity
+from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.service.local import reference_worker
 from tiered_cache.service.messages import (
     Bid,
+    LeaseRef,
     Parcel,
     Prompt,
     Restored,
@@ -57,26 +57,35 @@ class OwnerMethods:
         return self.owner.bid(namespace, hashes, deadline_s=deadline_s)
 
     @_in_group("control")
-    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
-        return self.owner.reserve(namespace, tokens, lease_s, deadline_s=deadline_s)
+    def reserve(
+        self, namespace: bytes, tokens: int, lease_s: float, *, lineage: int = 0, deadline_s: float
+    ) -> LeaseRef:
+        return self.owner.reserve(namespace, tokens, lease_s, lineage=lineage, deadline_s=deadline_s)
 
     @_in_group("control")
-    def cancel(self, lease: int, *, deadline_s: float) -> None:
+    def cancel(self, lease: LeaseRef, *, deadline_s: float) -> None:
         self.owner.cancel(lease, deadline_s=deadline_s)
 
     def inject(
-        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+        self,
+        plan: RestorePlan,
+        prompt: Prompt,
+        capacity_tokens: int,
+        sampler_state: bytes,
+        *,
+        lineage: int = 0,
+        deadline_s: float,
     ) -> Restored:
-        return self.owner.inject(plan, prompt, capacity_tokens, sampler_state, deadline_s=deadline_s)
+        return self.owner.inject(plan, prompt, capacity_tokens, sampler_state, lineage=lineage, deadline_s=deadline_s)
 
     def run(
-        self, place: SequenceRef | int, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
+        self, place: SequenceRef | LeaseRef, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
     ) -> RunResult:
         return self.owner.run(place, prompt, take_at, deadline_s=deadline_s)
 
     @_in_group("export")
-    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
-        return self.owner.export(source, names, deadline_s=deadline_s)
+    def export(self, source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel:
+        return self.owner.export(source, keys, deadline_s=deadline_s)
 
     @_in_group("control")
     def release(self, source: SequenceRef, *, deadline_s: float) -> None:

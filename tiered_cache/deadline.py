@@ -8,6 +8,7 @@ that goes on for others than its first asker runs on a thread of an executor, wh
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ class Deadline:
 
     @staticmethod
     def after(seconds: float, clock: Clock = time.monotonic) -> Deadline:
+        """Raises `DeadlineError` for what is no finite number: a call that never ends is nobody's wish."""
+        if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+            raise DeadlineError(f"deadline_s is {seconds!r}, not a finite number of seconds", retryable=False)
         return Deadline(clock() + seconds, clock)
 
     def left_s(self, what: str) -> float:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,13 @@ from serving import BLOCK, MODELS, never_moved, some_tokens
 
 from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
-from tiered_cache.engines.base import FrameName
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import (
     CapacityError,
     DeadlineError,
     FrameError,
     FrameNotFoundError,
+    GeometryError,
     IdentityError,
     MissReason,
     PositionError,
@@ -28,6 +29,7 @@ from tiered_cache.errors import (
     TieredCacheError,
     TruncatedError,
 )
+from tiered_cache.identity import FrameKey
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.service.messages import Bytes, Prompt, RestorePlan, SequenceRef
@@ -93,6 +95,11 @@ def begin(owner: SequenceOwner, count: int = 40, room: int = 200) -> tuple[Seque
     return owner.run(lease, prompt, (BLOCK, 2 * BLOCK), deadline_s=5).source, prompt
 
 
+def rows(owner: SequenceOwner, prompt: Prompt) -> tuple[FrameKey, ...]:
+    """The key of the first block's rows."""
+    return (prompt.chain(owner.namespace, BLOCK).key("rows", BLOCK, owner.engine.rank),)
+
+
 def stored(home: Home, count: int = 40) -> tuple[RestorePlan, Prompt]:
     """A plan for a prefix that the tiers hold."""
     source, prompt = begin(home.owner, count)
@@ -114,7 +121,7 @@ def test_a_lease_that_ran_out_is_refused_and_its_room_is_free(home: Home) -> Non
     lease = home.owner.reserve(home.owner.namespace, 100, 30.0, deadline_s=1)
     assert not home.untouched()
     home.clock.now_s += 30.0
-    with pytest.raises(StaleError, match=f"lease {lease}"):
+    with pytest.raises(StaleError, match=f"lease {lease.lease} has run out"):
         home.owner.start(lease)
     assert home.untouched()
 
@@ -131,6 +138,23 @@ def test_a_lease_is_used_or_given_back_once(home: Home) -> None:
     home.owner.cancel(given_back, deadline_s=1)
     home.owner.cancel(given_back, deadline_s=1)
     assert home.untouched()
+
+
+def test_a_lease_of_an_earlier_life_is_nobodys_room_now(home: Home) -> None:
+    """The next generation counts from one again."""
+    lease = home.owner.reserve(home.owner.namespace, 100, 30.0, deadline_s=1)
+    home.owner.generation += 1
+    again = home.owner.reserve(home.owner.namespace, 100, 30.0, deadline_s=1)
+    before = lease._replace(lease=again.lease)
+    prompt = Prompt(some_tokens(20))
+    for refused in (
+        lambda: home.owner.cancel(before, deadline_s=1),
+        lambda: home.owner.run(before, prompt, (), deadline_s=1),
+        lambda: home.owner.run(before._replace(owner="x", generation=again.generation), prompt, (), deadline_s=1),
+    ):
+        with pytest.raises(StaleError, match="of generation"):
+            refused()
+    assert home.owner.run(again, prompt, (), deadline_s=5).marks
 
 
 def test_bids_see_the_room_of_leases_that_ran_out(home: Home) -> None:
@@ -190,7 +214,7 @@ def test_a_bid_tells_what_is_resident(home: Home) -> None:
 def every_call(owner: SequenceOwner, prompt: Prompt) -> dict[str, Callable[[SequenceRef], object]]:
     more = Prompt(np.concatenate([prompt.tokens, some_tokens(4)]))
     return {
-        "export": lambda s: owner.export(s, (FrameName("rows", BLOCK),), deadline_s=1),
+        "export": lambda s: owner.export(s, rows(owner, prompt), deadline_s=1),
         "release": lambda s: owner.release(s, deadline_s=1),
         "suspend": lambda s: owner.suspend(s, deadline_s=1),
         "wake": lambda s: owner.wake(s, deadline_s=1),
@@ -212,6 +236,72 @@ def test_no_call_reaches_another_ones_past(home: Home, change: str) -> None:
         with pytest.raises(StaleError, match=str(value)):
             call(past)
         assert home.owner.offer(source).offer.checkpoints[-1][0] == len(prompt.tokens), name
+
+
+def test_only_the_frames_of_its_own_prefix_are_exported(home: Home) -> None:
+    """An offer could name another prompt's, whose hashes are as good as any."""
+    source, prompt = begin(home.owner, 40)
+    chain, owner = prompt.chain(home.owner.namespace, BLOCK), home.owner
+    another = Prompt(some_tokens(40, seed=9)).chain(owner.namespace, BLOCK)
+    assert owner.export(source, (chain.key("rows", 32, 0), chain.key("checkpoint", 40, 0)), deadline_s=1)
+    refused: dict[str, tuple[FrameKey, type[Exception]]] = {
+        "another prompt's rows": (another.key("rows", 32, 0), IdentityError),
+        "another prompt's checkpoint": (another.key("checkpoint", 40, 0), IdentityError),
+        "another parent": (replace(chain.key("rows", 32, 0), parent=another.block_hash(1)), IdentityError),
+        "another namespace": (replace(chain.key("rows", 32, 0), namespace=b"x" * 32), IdentityError),
+        "another rank": (chain.key("rows", 32, 1), IdentityError),
+        "another's private copy": (chain.key("rows", 32, 0, private=7), IdentityError),
+        "too far": (replace(chain.key("rows", 32, 0), tokens=48), PositionError),
+        "no block's end": (replace(chain.key("rows", 32, 0), tokens=31), GeometryError),
+        "no group": (replace(chain.key("rows", 32, 0), group="x"), GeometryError),
+        "no tokens": (replace(chain.key("rows", 32, 0), tokens="32"), StateError),  # type: ignore[arg-type]
+    }
+    for key, error in refused.values():
+        with pytest.raises(error):
+            owner.export(source, (key,), deadline_s=1)
+
+
+def test_a_suspend_whose_caller_gave_up_leaves_the_sequence_running(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, prompt = begin(home.owner)
+    state = home.owner.engine.sampler_state
+
+    def slow(handle: int) -> bytes:
+        home.clock.now_s += 2.0
+        return state(handle)
+
+    monkeypatch.setattr(home.owner.engine, "sampler_state", slow)
+    with pytest.raises(DeadlineError, match="suspend"):
+        home.owner.suspend(source, deadline_s=1)
+    assert home.owner.run(source, prompt, (), deadline_s=5).source == source
+
+
+@pytest.mark.parametrize("deadline_s", [float("nan"), float("inf"), float("-inf"), "5", None])
+def test_a_deadline_that_is_none_is_refused_at_once(home: Home, deadline_s: Any) -> None:
+    plan, stored_prompt = stored(home)
+    source, prompt = begin(home.owner)
+    calls: list[Callable[[], object]] = [
+        lambda: home.owner.export(source, rows(home.owner, prompt), deadline_s=deadline_s),
+        lambda: home.owner.release(source, deadline_s=deadline_s),
+        lambda: home.owner.suspend(source, deadline_s=deadline_s),
+        lambda: home.owner.run(source, prompt, (), deadline_s=deadline_s),
+        lambda: home.owner.inject(plan, stored_prompt, 200, b"", deadline_s=deadline_s),
+        lambda: home.tiering.spill(home.owner.offer(source), Durability.HOST, Hints(), 60.0, deadline_s=deadline_s),
+    ]
+    for call in calls:
+        with pytest.raises(DeadlineError, match="not a finite number"):
+            call()
+
+
+def test_without_marks_no_state_is_read_for_them(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, prompt = stored(home)
+    monkeypatch.setattr(home.owner, "_marks", False)
+    monkeypatch.setattr(home.owner.engine, "digest", lambda _: pytest.fail("it was read"))
+    restored = home.owner.inject(plan, prompt, 200, b"", deadline_s=5)
+    run = home.owner.run(restored.source, prompt, (), deadline_s=5)
+    assert (restored.mark, run.marks) == (None, ())
+    assert run.offer.offer.checkpoints
 
 
 def test_a_released_sequence_is_gone_for_all_but_release(home: Home) -> None:
@@ -422,7 +512,7 @@ def test_no_lock_is_held_while_frames_are_fetched(home: Home) -> None:
     source, _ = begin(home.owner)
 
     def fetch_and_export(frames: tuple[PlannedFrame, ...]) -> list[Bytes | MissReason]:
-        assert home.owner.export(source, (FrameName("rows", BLOCK),), deadline_s=1).body.nbytes
+        assert home.owner.export(source, rows(home.owner, prompt), deadline_s=1).body.nbytes
         home.owner.release(source, deadline_s=1)
         return home.tiering.fetch(frames, 1 << 30, deadline_s=1)
 
@@ -562,7 +652,7 @@ def test_calls_wait_for_a_busy_sequence_until_their_deadline(home: Home, monkeyp
     running.start()
     assert entered.wait(5)
     calls: list[Callable[[], object]] = [
-        lambda: home.owner.export(source, (FrameName("rows", BLOCK),), deadline_s=0.1),
+        lambda: home.owner.export(source, rows(home.owner, prompt), deadline_s=0.1),
         lambda: home.owner.release(source, deadline_s=0.1),
         lambda: home.owner.suspend(source, deadline_s=0.1),
         lambda: home.owner.wake(source, deadline_s=0.1),
@@ -583,14 +673,14 @@ def test_calls_wait_for_a_busy_sequence_until_their_deadline(home: Home, monkeyp
 def test_exports_of_what_is_settled_are_right_while_the_sequence_runs_on(home: Home) -> None:
     home.owner._clock = time.monotonic
     source, prompt = begin(home.owner, room=2000)
-    first = FrameName("rows", BLOCK)
-    expected = home.owner.export(source, (first,), deadline_s=5).body
+    first = rows(home.owner, prompt)
+    expected = home.owner.export(source, first, deadline_s=5).body
     failures: list[BaseException] = []
 
     def export() -> None:
         try:
             for _ in range(20):
-                assert np.array_equal(home.owner.export(source, (first,), deadline_s=5).body, expected)
+                assert np.array_equal(home.owner.export(source, first, deadline_s=5).body, expected)
         except BaseException as error:  # noqa: BLE001 - the main thread shall see it
             failures.append(error)
 

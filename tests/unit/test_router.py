@@ -31,6 +31,7 @@ from tiered_cache.service.estimate import PROBE_EVERY
 from tiered_cache.service.local import InlineExecutor
 from tiered_cache.service.messages import (
     Bid,
+    LeaseRef,
     MatchReply,
     Prompt,
     Restored,
@@ -41,7 +42,7 @@ from tiered_cache.service.messages import (
     Suspension,
     Ticket,
 )
-from tiered_cache.service.router import CONSEQUENCES, LOOKUPS_MAX, RestoreRouter, RouterSettings, Then
+from tiered_cache.service.router import CONSEQUENCES, LOOKUPS_MAX, Placement, RestoreRouter, RouterSettings, Then
 from tiered_cache.tiers.base import Durability
 
 NAMESPACE = b"n" * 32
@@ -77,12 +78,21 @@ class FakeOwner:
         self._called("bid", deadline_s)
         return Bid(self.name, 1, self.node, self.bytes_free, self.resident_tokens, self.tokens_per_s)
 
-    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
+    def reserve(
+        self, namespace: bytes, tokens: int, lease_s: float, *, lineage: int = 0, deadline_s: float
+    ) -> LeaseRef:
         self._called("reserve", deadline_s)
-        return 7
+        return LeaseRef(self.name, 1, 7)
 
     def inject(
-        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+        self,
+        plan: RestorePlan,
+        prompt: Prompt,
+        capacity_tokens: int,
+        sampler_state: bytes,
+        *,
+        lineage: int = 0,
+        deadline_s: float,
     ) -> Restored:
         self._called("inject", deadline_s)
         if self.clock is not None:
@@ -169,6 +179,10 @@ def router_of(
     )
 
 
+def leased(placement: Placement) -> int | None:
+    return placement.lease.lease if placement.lease else None
+
+
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as executor:
@@ -197,7 +211,7 @@ def test_every_consequence(error: type[TieredCacheError], then: Then, reason: Mi
         assert failing.calls.count("inject") == sound.calls.count("inject") == 1
         assert counters == {"restores": 1, f"refusals.{error.__name__}": 1}
         return
-    assert (placement.owner, placement.restored, placement.lease) == ("first", None, 7)
+    assert (placement.owner, placement.restored, placement.lease) == ("first", None, LeaseRef("first", 1, 7))
     assert placement.reason is reason
     assert placement.take_at == (16,)
     asked = LOOKUPS_MAX if then is Then.LOOK_AGAIN else 1
@@ -211,7 +225,7 @@ def test_when_nobody_can_restore_it_is_computed_and_the_last_reason_is_given(the
     kind, _, reason = next(row for row in CONSEQUENCES if row[1] is then)
     owners = [FakeOwner(name, errors={"inject": kind("no")}) for name in ("x", "y")]
     placement = router_of(owners, [FakeTiering()]).place(NAMESPACE, PROMPT, 100, deadline_s=5)
-    assert (placement.lease, placement.reason) == (7, reason)
+    assert (leased(placement), placement.reason) == (7, reason)
 
 
 def test_a_bad_frame_is_reported_and_one_of_another_version_is_not() -> None:
@@ -221,7 +235,7 @@ def test_a_bad_frame_is_reported_and_one_of_another_version_is_not() -> None:
         assert ("report_bad" in tiering.calls) is reported
     tiering = FakeTiering(errors={"report_bad": TierError("gone")})  # its next reader will find it
     owner = FakeOwner("x", errors={"inject": ChecksumError("bad", KEY.path())})
-    assert router_of([owner], [tiering]).place(NAMESPACE, PROMPT, 100, deadline_s=5).lease == 7
+    assert router_of([owner], [tiering]).place(NAMESPACE, PROMPT, 100, deadline_s=5).lease == LeaseRef(owner.name, 1, 7)
 
 
 def test_a_plan_that_is_out_of_date_is_made_again() -> None:
@@ -314,14 +328,16 @@ def test_members_come_and_go() -> None:
     router.set_members({"y": y}, {"a": a})
     assert router.place(NAMESPACE, PROMPT, 100, deadline_s=5).owner == "y"
     assert not x.calls
-    with pytest.raises(StaleError, match="this router knows a, not b"):
+    with pytest.raises(FrameNotFoundError, match="its node is not there"):
         router.resume(ticket, 100, deadline_s=5)
+    with pytest.raises(StaleError, match="this router knows y, not x"):
+        router.suspend(SequenceRef("x", 1, 1, 1), "a", Durability.HOST, deadline_s=5)
 
 
 def test_if_no_node_answers_it_is_computed() -> None:
     nodes = [FakeTiering("a", errors={"match": TierError("dead")})]
     placement = router_of([FakeOwner("x")], nodes).place(NAMESPACE, PROMPT, 100, deadline_s=5)
-    assert (placement.lease, placement.reason, placement.take_at) == (7, MissReason.TIER_ERROR, ())
+    assert (leased(placement), placement.reason, placement.take_at) == (7, MissReason.TIER_ERROR, ())
 
 
 def test_a_miss_gives_the_most_telling_reason() -> None:
@@ -359,7 +375,7 @@ def test_what_is_sooner_computed_than_loaded_is_computed_until_it_no_longer_is()
     def place() -> MissReason | None:
         placement = router.place(NAMESPACE, PROMPT, 100, deadline_s=5)
         assert not tiering.pins
-        assert (placement.lease == 7) is (placement.restored is None)
+        assert (leased(placement) == 7) is (placement.restored is None)
         return placement.reason
 
     assert place() is None, "nothing is known yet"
@@ -396,7 +412,7 @@ def test_if_all_hang_the_prompt_is_computed_before_the_deadline(threads: ThreadP
     owners = [FakeOwner(name, stuck=stuck) for name in ("x", "y", "z")]
     started_s = time.monotonic()
     placement = router_of(owners, [FakeTiering()], threads).place(NAMESPACE, PROMPT, 100, deadline_s=0.8)
-    assert (placement.lease, placement.reason) == (7, MissReason.DEADLINE)
+    assert (leased(placement), placement.reason) == (7, MissReason.DEADLINE)
     assert time.monotonic() - started_s < 0.8
 
 
@@ -523,5 +539,5 @@ def test_names_that_it_does_not_know_are_refused() -> None:
     with pytest.raises(StaleError, match="knows a, not b"):
         router.suspend(SOURCE, "b", Durability.HOST, deadline_s=1)
     plan = RestorePlan("b", 1, 32, (PlannedFrame(KEY, 3),), 1)
-    with pytest.raises(StaleError, match="knows a, not b"):
+    with pytest.raises(FrameNotFoundError, match="its node is not there"):
         router.resume(Ticket(NAMESPACE, PROMPT, plan, b""), 100, deadline_s=1)

@@ -358,8 +358,8 @@ class Between:
 def with_export(cluster: LocalCluster, name: str, change: Callable[[Parcel], Parcel]) -> None:
     owner = owner_of(cluster, name)
 
-    def export(source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
-        return change(owner.export(source, names, deadline_s=deadline_s))
+    def export(source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel:
+        return change(owner.export(source, keys, deadline_s=deadline_s))
 
     cluster.workers[name] = Between(owner, export)  # type: ignore[assignment]
 
@@ -499,3 +499,22 @@ def test_pins_of_earlier_generations_end_once_each(cluster: LocalCluster) -> Non
     assert not cluster.tiering.unpin(5, earlier, deadline_s=1)
     assert cluster.tiering.unpin(6, earlier, deadline_s=1)
     assert not cluster.tiering.unpin(5, cluster.tiering.generation, deadline_s=1)
+
+
+def test_an_offer_that_was_edited_to_another_prompts_hashes_brings_nothing() -> None:
+    """They are as good as its own in every way but whose they are, which its owner alone can tell."""
+    tiers = TierSettings(host_bytes=8 << 20)
+    with LocalCluster(ClusterSettings(worker=WorkerSettings(engine=MODELS[0]), tiers=tiers)) as cluster:
+        served = compute(cluster, some_tokens(40))
+        another = Prompt(some_tokens(40, seed=9)).chain(cluster.namespace, BLOCK)
+        offer = replace(
+            served.run.offer.offer,
+            hashes=tuple(another.block_hashes()),
+            checkpoints=((40, another.prefix_hash(40)),),
+        )
+        edited = replace(served.run.offer, offer=offer)
+        before = cluster.cache.usage()
+        with pytest.raises(IdentityError, match="this sequence has"):
+            cluster.tiering.spill(edited, Durability.HOST, Hints(), None, deadline_s=5)
+        assert cluster.cache.usage() == before
+        assert compute(cluster, some_tokens(45, seed=9)).placement.restored is None

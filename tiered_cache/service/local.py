@@ -22,6 +22,7 @@ from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import ObjectPlace, build_cache, build_engine
 from tiered_cache.service.catalogue import Catalogue
 from tiered_cache.service.messages import (
+    LeaseRef,
     OwnerPort,
     Prompt,
     Restored,
@@ -62,7 +63,7 @@ class WorkerPort(Protocol):
     """What a driver asks of a worker whose engine computes."""
 
     def run(
-        self, place: SequenceRef | int, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
+        self, place: SequenceRef | LeaseRef, prompt: Prompt, take_at: tuple[int, ...], *, deadline_s: float
     ) -> RunResult: ...
     def release(self, source: SequenceRef, *, deadline_s: float) -> None: ...
 

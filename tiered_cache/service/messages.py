@@ -7,7 +7,7 @@ behind a proxy; nothing else knows which. Bytes cross a port as contiguous uint8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -38,6 +38,18 @@ class SequenceRef(NamedTuple):
     generation: int
     sequence: int
     epoch: int
+    ranks: tuple[SequenceRef, ...] = ()
+    """Of a sequence that is held by a set of owners: each rank's; the set has no other state."""
+
+
+class LeaseRef(NamedTuple):
+    """Room that an owner holds for a sequence to come: stale as soon as that owner was restarted."""
+
+    owner: str
+    generation: int
+    lease: int
+    ranks: tuple[LeaseRef, ...] = ()
+    """Of a set of owners: each rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,28 @@ class SpillOffer:
 
     source: SequenceRef
     offer: Offer
+    others: tuple[SpillOffer, ...] = ()
+    """Of a sequence that is held by a set of owners: those of rank 1 and up. Only what all bring can be restored."""
+
+    def offers(self) -> tuple[SpillOffer, ...]:
+        """One a rank."""
+        return (replace(self, others=()), *self.others)
+
+    def up_to(self, tokens: int) -> SpillOffer | None:
+        """The same without checkpoints behind `tokens`; None if there is no other."""
+        return self.only({n for n, _ in self.offer.checkpoints if n <= tokens})
+
+    def only(self, stops: Collection[int]) -> SpillOffer | None:
+        """The same with the checkpoints at these token counts alone; None if there is none."""
+        offer, checkpoints = self.offer, tuple((n, prefix) for n, prefix in self.offer.checkpoints if n in stops)
+        others = tuple(other.only(stops) for other in self.others)
+        if not checkpoints or None in others:
+            return None
+        blocks = checkpoints[-1][0] // offer.block_tokens
+        cut = replace(
+            offer, hashes=offer.hashes[: blocks + 1], lineages=offer.lineages[:blocks], checkpoints=checkpoints
+        )
+        return SpillOffer(self.source, cut, tuple(other for other in others if other is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +279,21 @@ class OwnerPort(Protocol):
 
     def describe(self, *, deadline_s: float) -> tuple[Identity, Geometry]: ...
     def bid(self, namespace: bytes, hashes: tuple[bytes, ...], *, deadline_s: float) -> Bid: ...
-    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int: ...
-    def cancel(self, lease: int, *, deadline_s: float) -> None: ...
+    def reserve(
+        self, namespace: bytes, tokens: int, lease_s: float, *, lineage: int = 0, deadline_s: float
+    ) -> LeaseRef: ...
+    def cancel(self, lease: LeaseRef, *, deadline_s: float) -> None: ...
     def inject(
-        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+        self,
+        plan: RestorePlan,
+        prompt: Prompt,
+        capacity_tokens: int,
+        sampler_state: bytes,
+        *,
+        lineage: int = 0,
+        deadline_s: float,
     ) -> Restored: ...
-    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel: ...
+    def export(self, source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel: ...
     def release(self, source: SequenceRef, *, deadline_s: float) -> None: ...
     def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension: ...
     def wake(self, source: SequenceRef, *, deadline_s: float) -> None: ...

@@ -36,11 +36,12 @@ from tiered_cache.errors import (
     TierError,
 )
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT, Identity, PrefixChain, Tokens, namespace_of
+from tiered_cache.identity import CHECKPOINT, FrameKey, Identity, PrefixChain, Tokens, namespace_of, tagged_hash
 from tiered_cache.service.estimate import RecentMedian
 from tiered_cache.service.messages import (
     CATALOGUE,
     Bid,
+    LeaseRef,
     Parcel,
     Prompt,
     Restored,
@@ -54,6 +55,7 @@ from tiered_cache.service.messages import (
     parcel_bytes,
     parcel_views,
 )
+from tiered_cache.service.wire import checked
 
 FETCH_BYTES_MAX = 256 << 20
 """How much one call for stored frames may bring; a longer state comes in several."""
@@ -84,6 +86,7 @@ class _Tracked:
 class _Lease:
     reservation: int
     expires_s: float
+    lineage: int
 
 
 class SequenceOwner:
@@ -98,9 +101,14 @@ class SequenceOwner:
         tiering: Callable[[str], TieringPort],
         generation: int | None = None,
         unclaimed_s: float = UNCLAIMED_S,
+        marks: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`unclaimed_s`: how long a restored sequence waits for its first use; its asker may have died."""
+        """`unclaimed_s`: how long a restored sequence waits for its first use; its asker may have died.
+
+        `marks`: whether states are told apart for whoever asks, which takes reading every byte of them, at the end of
+        each restore and at every checkpoint. Replays and tests need it.
+        """
         self.engine = engine
         self.name = name
         self.node = node
@@ -109,6 +117,7 @@ class SequenceOwner:
         self._identity_digest = engine.identity.digest()
         self._tiering = tiering
         self._unclaimed_s = unclaimed_s
+        self._marks = marks
         self._clock = clock
         self._lock = threading.Lock()
         self._sequences: dict[int, _Tracked] = {}
@@ -135,10 +144,13 @@ class SequenceOwner:
         resident_tokens = shared * self.engine.geometry.block_tokens
         return Bid(self.name, self.generation, self.node, self.engine.bytes_free(), resident_tokens, tokens_per_s)
 
-    def reserve(self, namespace: bytes, tokens: int, lease_s: float, *, deadline_s: float) -> int:
-        """Room for a sequence that may grow to `tokens` tokens, held for `lease_s` seconds; returns the lease.
+    def reserve(
+        self, namespace: bytes, tokens: int, lease_s: float, *, lineage: int = 0, deadline_s: float
+    ) -> LeaseRef:
+        """Room for a sequence that may grow to `tokens` tokens, held for `lease_s` seconds.
 
-        Raises `IdentityError` for another namespace, `CapacityError` if there is no room; nothing is held then.
+        `lineage` names the computation, if it is one with those of the other owners of a set. Raises `IdentityError`
+        for another namespace, `CapacityError` if there is no room; nothing is held then.
         """
         del deadline_s
         self._check_namespace(namespace)
@@ -146,21 +158,29 @@ class SequenceOwner:
         reservation = self.engine.reserve(tokens)
         with self._lock:
             self._counter += 1
-            self._leases[self._counter] = _Lease(reservation, self._clock() + lease_s)
-            return self._counter
+            self._leases[self._counter] = _Lease(reservation, self._clock() + lease_s, lineage)
+            return LeaseRef(self.name, self.generation, self._counter)
 
-    def cancel(self, lease: int, *, deadline_s: float) -> None:
-        """Give a lease back. Idempotent."""
+    def cancel(self, lease: LeaseRef, *, deadline_s: float) -> None:
+        """Give a lease back. Idempotent; raises `StaleError` for one of another generation."""
         del deadline_s
+        self._check_generation(checked(lease, LeaseRef))
         with self._lock:
-            held = self._leases.pop(lease, None)
+            held = self._leases.pop(lease.lease, None)
         if held is not None:
             self.engine.cancel(held.reservation)
 
     # A sequence comes in
 
     def inject(
-        self, plan: RestorePlan, prompt: Prompt, capacity_tokens: int, sampler_state: bytes, *, deadline_s: float
+        self,
+        plan: RestorePlan,
+        prompt: Prompt,
+        capacity_tokens: int,
+        sampler_state: bytes,
+        *,
+        lineage: int = 0,
+        deadline_s: float,
     ) -> Restored:
         """Make a sequence of the plan's first `plan.tokens` tokens of the prompt from stored frames, all or nothing.
 
@@ -170,6 +190,8 @@ class SequenceOwner:
         `TierError` (of the plan's node, if that could not read a frame), `DeadlineError`; nothing has changed then.
         """
         deadline = Deadline.after(deadline_s, self._clock)
+        checked(plan, RestorePlan)
+        checked(prompt, Prompt)
         if not 0 < plan.tokens <= len(prompt.tokens):
             raise PositionError(f"a plan for {plan.tokens} tokens of a prompt of {len(prompt.tokens)}")
         chain = prompt.head(plan.tokens).chain(self.namespace, self.engine.geometry.block_tokens)
@@ -202,7 +224,7 @@ class SequenceOwner:
             self.engine.release(handle)
             raise
         by_block = [lineages.get((block + 1) * chain.block_tokens, 0) for block in range(chain.blocks)]
-        source = self._track(handle, chain, by_block, self._clock() + self._unclaimed_s)
+        source = self._track(handle, chain, by_block, lineage, self._clock() + self._unclaimed_s)
         return Restored(source, plan.tokens, bytes_read, mark)
 
     def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:
@@ -243,16 +265,24 @@ class SequenceOwner:
                 yield stored, len(body)
             wanted = wanted[len(bodies) :]
 
-    def track(self, handle: int, prompt: Prompt) -> SequenceRef:
-        """Take a sequence of the engine under management; its state must cover exactly the prompt's tokens."""
+    def track(self, handle: int, prompt: Prompt, lineage: int = 0) -> SequenceRef:
+        """Take a sequence of the engine under management; its state must cover exactly the prompt's tokens.
+
+        `lineage`: the same random number from 1 to 2**63 - 1 on all owners of a set; a lone owner takes its own.
+        """
         if self.engine.tokens(handle) != len(prompt.tokens):
             raise PositionError(f"the state covers {self.engine.tokens(handle)} tokens, not {len(prompt.tokens)}")
-        return self._track(handle, prompt.chain(self.namespace, self.engine.geometry.block_tokens), [])
+        return self._track(handle, prompt.chain(self.namespace, self.engine.geometry.block_tokens), [], lineage)
 
     def _track(
-        self, handle: int, chain: PrefixChain, lineages: list[int], unclaimed_until_s: float | None = None
+        self,
+        handle: int,
+        chain: PrefixChain,
+        lineages: list[int],
+        lineage: int,
+        unclaimed_until_s: float | None = None,
     ) -> SequenceRef:
-        lineage = secrets.randbits(63) | 1
+        lineage = lineage or new_lineage()
         lineages += [lineage] * (chain.blocks - len(lineages))
         with self._lock:
             self._counter += 1
@@ -263,21 +293,22 @@ class SequenceOwner:
 
     # A sequence runs
 
-    def start(self, lease: int, extra_keys: Mapping[int, tuple[bytes, ...]] | None = None) -> SequenceRef:
-        """Make an empty sequence in leased room. Raises `StaleError` if the lease has run out."""
+    def start(self, lease: LeaseRef, extra_keys: Mapping[int, tuple[bytes, ...]] | None = None) -> SequenceRef:
+        """Make an empty sequence in leased room. Raises `StaleError` if the lease has run out, or its owner died."""
         engine = self._computing()
+        self._check_generation(lease)
         self._drop_expired()
         with self._lock:
-            held = self._leases.pop(lease, None)
+            held = self._leases.pop(lease.lease, None)
         if held is None:
-            raise StaleError(f"lease {lease} has run out or was given back")
+            raise StaleError(f"lease {lease.lease} has run out or was given back")
         try:
             handle = engine.start(held.reservation)
         except BaseException:
             engine.cancel(held.reservation)
             raise
         chain = PrefixChain(self.namespace, self.engine.geometry.block_tokens, extra_keys=extra_keys or {})
-        return self._track(handle, chain, [])
+        return self._track(handle, chain, [], held.lineage)
 
     @contextmanager
     def using(self, source: SequenceRef) -> Iterator[int]:
@@ -323,7 +354,7 @@ class SequenceOwner:
                 covered = self.engine.tokens(tracked.handle)
                 raise PositionError(f"a rewind from {len(chain)} to {tokens} tokens of a state that covers {covered}")
             tracked.chain = PrefixChain(chain.namespace, chain.block_tokens, chain.tokens[:tokens], chain.extra_keys)
-            tracked.lineage = secrets.randbits(63) | 1
+            tracked.lineage = next_lineage(tracked.lineage, tokens)
             del tracked.lineages[tracked.chain.blocks :]
             tracked.staged = {n for n in tracked.staged if n <= tokens}
             tracked.epoch += 1
@@ -346,7 +377,9 @@ class SequenceOwner:
                 raise PositionError("a sequence of no tokens has nothing to offer")
             return self._offer(source, tracked, private=False)
 
-    def run(self, place: SequenceRef | int, prompt: Prompt, take_at: Sequence[int], *, deadline_s: float) -> RunResult:
+    def run(
+        self, place: SequenceRef | LeaseRef, prompt: Prompt, take_at: Sequence[int], *, deadline_s: float
+    ) -> RunResult:
         """Compute what is left of a prompt, staging checkpoints on the way.
 
         `place` is a restored sequence, or a lease for an empty one. Raises `PositionError` if the sequence's tokens
@@ -354,9 +387,10 @@ class SequenceOwner:
         Raises `StaleError`, and leaves it alone, if it is suspended or not what the caller believes it to be.
         """
         deadline = Deadline.after(deadline_s, self._clock)
-        if not len(prompt.tokens):
+        checked(place, LeaseRef if isinstance(place, LeaseRef) else SequenceRef)
+        if not len(checked(prompt, Prompt).tokens):
             raise PositionError("a prompt of no tokens")
-        source = self.start(place, prompt.extra_keys) if isinstance(place, int) else place
+        source = self.start(place, prompt.extra_keys) if isinstance(place, LeaseRef) else place
         with self._held(source, deadline) as tracked:
             self._running(tracked)
             try:
@@ -385,15 +419,22 @@ class SequenceOwner:
 
     # A sequence goes out
 
-    def export(self, source: SequenceRef, names: tuple[FrameName, ...], *, deadline_s: float) -> Parcel:
+    def export(self, source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel:
         """The raw arrays of these frames, in one array that then belongs to the caller.
 
-        Raises `StaleError` if the sequence is not what the caller believes it to be, `StateError` if the engine
-        cannot give one of the frames. The sequence is as it was.
+        Raises `StaleError` if the sequence is not what the caller believes it to be, `IdentityError` if a key is not
+        its own, whoever made it up, `GeometryError` and `StateError` for frames that the engine cannot give. The
+        sequence is as it was.
         """
         deadline = Deadline.after(deadline_s, self._clock)
-        body = np.empty(parcel_bytes(self.engine.geometry, names), dtype=np.uint8)
+        for key in keys:
+            checked(key, FrameKey)
+        names = tuple(FrameName(key.group, key.tokens) for key in keys)
+        size = parcel_bytes(self.engine.geometry, names)
         with self._held(source, deadline) as tracked:
+            for key in keys:
+                self._check_key(tracked, key)
+            body = np.empty(size, dtype=np.uint8)
             self.engine.export(tracked.handle, names, parcel_views(self.engine.geometry, names, body))
         return Parcel(names, body)
 
@@ -410,12 +451,14 @@ class SequenceOwner:
 
     def suspend(self, source: SequenceRef, *, deadline_s: float) -> Suspension:
         """Stop the sequence where it stands: until `wake` or `release` it can be exported, and nothing else."""
-        with self._held(source, Deadline.after(deadline_s, self._clock)) as tracked:
+        deadline = Deadline.after(deadline_s, self._clock)
+        with self._held(source, deadline) as tracked:
             self._running(tracked)
             if not len(tracked.chain):
                 raise PositionError("a sequence of no tokens has no state")
             offer = self._offer(source, tracked, private=True)
             state = self.engine.sampler_state(tracked.handle)
+            deadline.left_s("suspend")  # who asked has given up, and would never wake it
             tracked.suspended = True
             prompt = Prompt(tracked.chain.tokens, {k: tuple(v) for k, v in tracked.chain.extra_keys.items()})
             return Suspension(offer, prompt, state)
@@ -426,6 +469,16 @@ class SequenceOwner:
             tracked.suspended = False
 
     # Within
+
+    def _check_key(self, tracked: _Tracked, key: FrameKey) -> None:
+        chain = tracked.chain
+        if not 0 < key.tokens <= len(chain):
+            raise PositionError(f"a frame at {key.tokens} of a sequence of {len(chain)} tokens", key.path())
+        if key.private not in {0, tracked.lineage}:
+            raise IdentityError(f"a private copy of {key.private} of a sequence of {tracked.lineage}", key.path())
+        expected = chain.key(key.group, key.tokens, self.engine.rank, key.private)
+        if key != expected:
+            raise IdentityError(f"this sequence has {expected.path()} there, not this frame", key.path())
 
     def _offer(self, source: SequenceRef, tracked: _Tracked, *, private: bool) -> SpillOffer:
         chain = tracked.chain
@@ -448,17 +501,14 @@ class SequenceOwner:
 
     def _mark(self, handle: int) -> StateMark | None:
         engine = self.engine
-        if not isinstance(engine, ComputingEngine):
+        if not self._marks or not isinstance(engine, ComputingEngine):
             return None
         return StateMark(engine.tokens(handle), engine.digest(handle), engine.output(handle))
 
     @contextmanager
     def _held(self, source: SequenceRef, deadline: Deadline | None = None) -> Iterator[_Tracked]:
         """The sequence, locked, if it still is what `source` says. Raises `DeadlineError` if it is in use till then."""
-        if (source.owner, source.generation) != (self.name, self.generation):
-            raise StaleError(
-                f"asked as {source.owner} of generation {source.generation}, this is {self.name} of {self.generation}"
-            )
+        self._check_generation(checked(source, SequenceRef))
         with self._lock:
             tracked = self._sequences.get(source.sequence)
         if tracked is None:
@@ -472,6 +522,12 @@ class SequenceOwner:
             yield tracked
         finally:
             tracked.lock.release()
+
+    def _check_generation(self, place: SequenceRef | LeaseRef) -> None:
+        if (place.owner, place.generation) != (self.name, self.generation):
+            raise StaleError(
+                f"asked as {place.owner} of generation {place.generation}, this is {self.name} of {self.generation}"
+            )
 
     def _running(self, tracked: _Tracked) -> None:
         if tracked.suspended:
@@ -509,6 +565,18 @@ class SequenceOwner:
                         self.engine.release(tracked.handle)
                 finally:
                     tracked.lock.release()
+
+
+def new_lineage() -> int:
+    """The number of a computation that has begun."""
+    return secrets.randbits(63) | 1
+
+
+def next_lineage(lineage: int, tokens: int) -> int:
+    """The number of the computation that goes on from `tokens` tokens of another: the same on all owners of a set."""
+    return (
+        int.from_bytes(tagged_hash("rewind", lineage.to_bytes(8, "little"), tokens.to_bytes(8, "little"))[:8]) >> 1 | 1
+    )
 
 
 def _common_blocks(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:

@@ -43,6 +43,7 @@ from tiered_cache.service.messages import (
     CATALOGUE,
     Bid,
     CataloguePort,
+    LeaseRef,
     MatchReply,
     OwnerPort,
     Prompt,
@@ -53,6 +54,7 @@ from tiered_cache.service.messages import (
     Ticket,
     TieringPort,
 )
+from tiered_cache.service.wire import checked
 from tiered_cache.tiers.base import Durability
 
 _T = TypeVar("_T")
@@ -108,7 +110,7 @@ class Placement:
     owner: str
     node: str
     restored: Restored | None
-    lease: int | None
+    lease: LeaseRef | None
     reason: MissReason | None
     """Why nothing was restored; None if something was."""
     refusals: tuple[tuple[str, str], ...]
@@ -191,6 +193,7 @@ class RestoreRouter:
         with nothing restored, a retryable `TierError` if none could be asked, such as a `DeadlineError`.
         """
         attempt = self._attempt(deadline_s)
+        checked(prompt, Prompt)
         bids: list[Bid] = []
         replies: Mapping[str, MatchReply] = {}
         for _ in range(LOOKUPS_MAX):
@@ -226,6 +229,7 @@ class RestoreRouter:
         """
         attempt = self._attempt(deadline_s)
         deadline = attempt.deadline
+        checked(source, SequenceRef)
         owner, tiering = _known(attempt.owners, source.owner), _known(attempt.tierings, node)
         suspension = owner.suspend(source, deadline_s=deadline.left_s("suspend"))
         try:
@@ -256,7 +260,10 @@ class RestoreRouter:
         `TierError` says nothing about the ticket: it may be good later.
         """
         attempt = self._attempt(deadline_s)
-        tiering = _known(attempt.pinning, ticket.plan.node)
+        checked(ticket, Ticket)
+        tiering = attempt.pinning.get(ticket.plan.node)
+        if tiering is None:
+            raise FrameNotFoundError("its node is not there, nor what it held", None, ticket.plan.node)
         bids = self._bids(ticket.namespace, (), attempt)
         outcome = self._restore(ticket.plan, ticket.prompt, ticket.sampler_state, capacity_tokens, bids, attempt)
         if not isinstance(outcome, Restored):
@@ -346,7 +353,9 @@ class RestoreRouter:
                 last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
                 _known(attempt.pinning, node).report_bad(key, error.message, deadline_s=last_step_s)
 
-    def _lease(self, namespace: bytes, capacity_tokens: int, bids: Sequence[Bid], attempt: _Attempt) -> tuple[Bid, int]:
+    def _lease(
+        self, namespace: bytes, capacity_tokens: int, bids: Sequence[Bid], attempt: _Attempt
+    ) -> tuple[Bid, LeaseRef]:
         """Room for an empty sequence on the first worker that grants it."""
         error: TieredCacheError = CapacityError("no worker of this identity and geometry answered")
         if attempt.away:
@@ -512,7 +521,7 @@ def _placement(
     attempt: _Attempt,
     *,
     restored: Restored | None = None,
-    lease: int | None = None,
+    lease: LeaseRef | None = None,
 ) -> Placement:
     reply, below = replies.get(bid.node), replies.get(CATALOGUE)
     return Placement(

@@ -33,6 +33,7 @@ from tiered_cache.service.messages import (
     parcel_bytes,
     parcel_views,
 )
+from tiered_cache.service.wire import checked
 from tiered_cache.tiers.base import Durability
 
 EXPORT_BYTES_MAX = 256 << 20
@@ -70,6 +71,7 @@ class TieringService:
 
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
         """The longest proper prefix of the prompt that this node can restore, pinned for `pin_s` seconds."""
+        checked(prompt, Prompt)
         geometry = self.cache.geometry_of(namespace)
         if geometry is None:
             return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
@@ -82,6 +84,8 @@ class TieringService:
 
     def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
         """The stored bytes of the first of these frames, up to `bytes_max`, or why one is not there."""
+        for frame in frames:
+            checked(frame, PlannedFrame)
         with self._until(deadline_s):
             return self.cache.fetch([frame.key for frame in frames], bytes_max, [frame.lineage for frame in frames])
 
@@ -94,6 +98,7 @@ class TieringService:
         not what was asked for, and `DeadlineError`; then nothing is acknowledged, and neither room nor pin is held.
         """
         deadline = Deadline.after(deadline_s, self._clock)
+        checked(offer, SpillOffer)
         with until(deadline):
             return self._spill(offer, durability, hints, pin_s, deadline)
 
@@ -108,7 +113,7 @@ class TieringService:
         def pulled(keys: Sequence[FrameKey]) -> dict[FrameKey, dict[str, HostArray]]:
             nonlocal moved
             names = tuple(FrameName(key.group, key.tokens) for key in keys)
-            parcel = owner.export(offer.source, names, deadline_s=deadline.left_s("export"))
+            parcel = owner.export(offer.source, tuple(keys), deadline_s=deadline.left_s("export"))
             moved += parcel.body.nbytes
             deadline.left_s("spill")
             return dict(zip(keys, _views(parcel, names, geometry), strict=True))
