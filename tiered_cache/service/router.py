@@ -1,6 +1,6 @@
 """`RestoreRouter`: finds the longest restorable prefix, chooses the worker, drives the restore, and decides on errors.
 
-Owners and nodes come and go (`set_members`); one that lets a question run out is left alone for a while.
+Owners and nodes come and go (`set_members`); one that lets questions run out is left alone for a while.
 
 The router keeps no copy of what the tiers hold: it asks every node, and the node that will serve the frames answers
 and pins them in the same call. A view that is not kept can be neither stale nor lost with the router; it costs one
@@ -127,7 +127,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Silent:
-    """A member that did not answer in time: not asked again until then, so that not every request waits for it."""
+    """A member that did not answer in time: if again, it is not asked until then, so that not all wait for it."""
 
     until_s: float
     pause_s: float
@@ -394,7 +394,8 @@ class RestoreRouter:
     ) -> dict[str, _T]:
         """Ask all at once; who does not answer in time, or cannot, is left out and counted.
 
-        One that let a question run out is not asked for a while, longer each time, unless nobody else is there.
+        One that let two questions in a row run out is not asked for a while, longer each time, unless nobody else is
+        there.
         """
         left_s = min(self._settings.ask_s, attempt.deadline.left_s("ask"))
         deadline = Deadline.after(left_s, self._clock)
@@ -431,7 +432,9 @@ class RestoreRouter:
         with self._lock:
             before = self._silent.pop((kind, name), None)
             if late:
-                pause_s = min(SILENT_S_MAX, 2 * before.pause_s if before else self._settings.ask_s)
+                pause_s = 0.0  # once can happen to anyone
+                if before is not None:
+                    pause_s = min(SILENT_S_MAX, 2 * before.pause_s or self._settings.ask_s)
                 self._silent[kind, name] = _Silent(self._clock() + pause_s, pause_s)
 
     def _ranked(self, bids: Sequence[Bid], node: str | None) -> list[Bid]:
