@@ -198,7 +198,7 @@ def machines() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("requests", "actors", "nodes"),
-    [pytest.param(40, 5, 1, id="short"), pytest.param(400, 34, 11, id="full", marks=pytest.mark.slow)],
+    [pytest.param(24, 3, 1, id="short"), pytest.param(400, 34, 11, id="full", marks=pytest.mark.slow)],
 )
 def test_a_replay_survives_deaths_at_random_moments(
     machines: Any, tmp_path: Path, requests: int, actors: int, nodes: int
