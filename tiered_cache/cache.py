@@ -859,7 +859,7 @@ class TieredCache:
         longest = max((n for n in stops if n not in declined), default=0)
         with self._lock:
             names = self._index.unverified(chain, longest, level.name, private) if longest else []
-        return tuple(key_of(n) for n in names if isinstance(chain, KnownChain) or n.rank == chain.rank)
+        return tuple(key_of(name) for name in names if _means(chain, name))
 
     def settle(self, grant: Grant, landed: Sequence[Landed]) -> tuple[Kept, ...]:
         """List what has come under a grant of `lend`, which ends; which of its checkpoints are there whole now.
@@ -876,7 +876,7 @@ class TieredCache:
             if isinstance(grant.offer, Offer):
                 return tuple(self.kept(grant.offer))
             with self._lock:
-                whole = not self._index.missing(grant.offer, len(grant.offer), level.name)
+                whole = not self._missing(level, grant.offer, [len(grant.offer)])
             return (Kept(len(grant.offer), level.tier.durability),) if whole else ()
         finally:
             self.take_back(grant)
@@ -1017,7 +1017,7 @@ class TieredCache:
     def _missing(self, level: Level, chain: Offer | KnownChain, stops: Iterable[int]) -> list[FrameName]:
         """The shared frames that a tier still needs for these checkpoints: rows from the root down, one rank's."""
         names = (name for tokens in stops for name in self._index.missing(chain, tokens, level.name))
-        return list(dict.fromkeys(n for n in names if isinstance(chain, KnownChain) or n.rank == chain.rank))
+        return list(dict.fromkeys(name for name in names if _means(chain, name)))
 
     def _verify_support(self, level: Level, chain: Offer | KnownChain, known: Namespace) -> None:
         """Read what a checkpoint would rely on and nobody has read since it came: an acknowledgement covers it, too.
@@ -1027,9 +1027,7 @@ class TieredCache:
         private = chain.lineage if isinstance(chain, Offer) and chain.private else 0
         with self._lock:
             names = self._index.unverified(chain, len(chain), level.name, private)
-        if isinstance(chain, Offer):
-            names = [name for name in names if name.rank == chain.rank]
-        for batch in known.batches(names):
+        for batch in known.batches([name for name in names if _means(chain, name)]):
             level.judge(batch)
 
     def _make_room(self, level: Level, bytes_: int) -> None:
@@ -1101,14 +1099,18 @@ class TieredCache:
                 below.release(target.claims)
 
     def _hand_over(self, prefix: PrefixId, level: Level) -> bool:
-        """The same to the shared tier, from the last one here."""
+        """The same to the shared tier, from the last one here: there the ranks of a set come together."""
         assert self._shared is not None
         with self._lock:
             chain = None if prefix in self._index.pinned(self._clock()) else self._index.chain_to(prefix)
-        if chain is None:
-            return False
-        assert isinstance(chain.namespace, bytes)
-        known = self._state.namespace(chain.namespace)
+            if chain is None:
+                return False
+            known = self._state.namespace(_digest_of(chain))
+            if known.geometry.shards > 1:
+                lacking = {name.rank for name in self._index.missing(chain, len(chain), level.name)}
+                chain = replace(chain, ranks=frozenset(range(known.geometry.shards)) - lacking)
+                if not chain.ranks:
+                    return False
         loan: Loan | None = None
         try:
             loan = self._shared.admit(chain, Hints(), known)
@@ -1249,6 +1251,11 @@ def _can_hold(level: Level, tokens: int, known: Namespace) -> bool:
 def _digest_of(chain: Offer | KnownChain) -> bytes:
     assert isinstance(chain.namespace, bytes)
     return chain.namespace
+
+
+def _means(chain: Offer | KnownChain, name: FrameName) -> bool:
+    """Whether a frame is of a rank that the chain is about."""
+    return name.rank == chain.rank if isinstance(chain, Offer) else chain.ranks is None or name.rank in chain.ranks
 
 
 def _why(error: TierError) -> MissReason:

@@ -118,6 +118,8 @@ class KnownChain:
     """h(0) .. h(blocks)."""
     tokens: int
     prefix: PrefixId
+    ranks: frozenset[int] | None = None
+    """Whose frames are meant; all if None."""
 
     @property
     def blocks(self) -> int:
