@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 from obstore.store import MemoryStore
 from spilling import IDENTITY, MIXED, NO_HINTS, Clock, Spilled, State, check_books, restore
 
-from tiered_cache.cache import Grant, TieredCache, TierSlot
+from tiered_cache.cache import Grant, Hit, TieredCache, TierSlot
 from tiered_cache.codecs import Mode
 from tiered_cache.errors import TierError
 from tiered_cache.geometry import Geometry
@@ -17,7 +17,7 @@ from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service.catalogue import Catalogue
 from tiered_cache.service.local import InlineExecutor
-from tiered_cache.service.messages import MatchReply, Prompt
+from tiered_cache.service.messages import MatchReply, Prompt, RestorePlan
 from tiered_cache.service.shared import SharedStore
 from tiered_cache.testing.faults import FaultyTier
 from tiered_cache.tiers.base import Durability
@@ -44,7 +44,13 @@ class Site:
     """All threads are the caller's, and time stands still until the clock is told to step."""
 
     def __init__(
-        self, geometry: Geometry = MIXED, *, object_bytes: int = 1 << 20, host_bytes: int = 1 << 20, nodes: int = 2
+        self,
+        geometry: Geometry = MIXED,
+        *,
+        object_bytes: int = 1 << 20,
+        host_bytes: int = 1 << 20,
+        nodes: int = 2,
+        policy: Callable[[], LruPolicy] = LruPolicy,
     ) -> None:
         self.geometry = geometry
         self.clock = Clock()
@@ -52,6 +58,7 @@ class Site:
         self.object_bytes = object_bytes
         self.host_bytes = host_bytes
         self.current = Current()
+        self._new_policy = policy
         self.generation = 0
         self.start_catalogue()
         self.clients: list[FaultyTier] = []
@@ -69,7 +76,7 @@ class Site:
         self.budget = LocalBudget(self.object_bytes)
         client = self.client(self.budget)
         self.tier = FaultyTier(client, self.generation)
-        self.policy = LruPolicy()
+        self.policy = self._new_policy()
         cache = TieredCache(
             [TierSlot(self.tier, self.policy, Mode.FAST)], InlineExecutor(), lends=True, clock=self.clock
         )
@@ -112,13 +119,19 @@ class Site:
         reply: MatchReply = self.current.match(namespace, Prompt(longer), pin_s, deadline_s=5.0)
         return reply
 
-    def restored(self, node: TieredCache, tokens: Tokens) -> int:
+    def restored(
+        self,
+        node: TieredCache,
+        tokens: Tokens,
+        was_computed: Callable[[FrameKey, int, Tokens], bool] = lambda *_: True,
+    ) -> int:
         """How many of these tokens come back through a node from the store; each byte is compared."""
         reply = self.match(tokens)
         if reply.plan is None:
             return 0
         try:
-            restore(node, self.geometry, reply.plan, tokens[: reply.plan.tokens])
+            for decoded in restore(node, self.geometry, as_hit(reply.plan), tokens[: reply.plan.tokens]):
+                assert was_computed(decoded.key, decoded.lineage, tokens)
         finally:
             self.current.unpin(reply.plan.pin, reply.plan.generation, deadline_s=5.0)
         return reply.plan.tokens
@@ -131,13 +144,17 @@ class Site:
         """Those that the catalogue knows of."""
         return {FrameKey(*name).path() for name, _ in self.catalogue.cache._index.names("object")}  # type: ignore[arg-type]
 
-    def check(self, *, stolen: Sequence[str] = ()) -> None:
+    def check(self, *, stolen: Collection[str] = (), strays: Collection[str] = ()) -> None:
         """The catalogue's books balance, with the leases that are out and the objects that lie there under them."""
         leases = [lent.grant for lent in self.catalogue._leases.values()]
-        lent = {key.path() for grant in leases for key in grant.keys}
+        strays = {*strays, *(key.path() for grant in leases for key in grant.keys)}
         assert self.budget.usage().bytes_free >= 0
-        if not (self.objects() - self.listed()) & lent:
-            check_books(self.catalogue.cache, open_grants=leases, stolen=stolen)
+        check_books(self.catalogue.cache, open_grants=leases, stolen=stolen, strays=strays)
+
+
+def as_hit(plan: RestorePlan) -> Hit:
+    """A plan of the catalogue as a cache would have made it."""
+    return Hit(plan.tokens, plan.frames, plan.pin, "object", 0)
 
 
 def open_grants(site: Site) -> list[Grant]:

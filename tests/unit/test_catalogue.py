@@ -11,7 +11,7 @@ import obstore
 import pytest
 from serving import DEADLINE_S, MODELS, compute, never_moved, serve
 from serving import some_tokens as prompt_tokens
-from sites import OBJECT, Site, open_grants
+from sites import OBJECT, Site, as_hit, open_grants
 from spilling import GEOMETRIES, LINEAGE, NO_HINTS, restore, some_tokens
 
 from tiered_cache.cache import Kept, TieredCache
@@ -131,7 +131,7 @@ def test_pins_hold_and_when_all_is_pinned_the_new_spill_is_declined() -> None:
         spilled = site.spill(site.nodes[1], site.state(some_tokens(11, seed)))
         assert (spilled.kept, len(spilled.grant.declined)) == ([], 1)
     for seed, plan in plans.items():
-        assert restore(site.nodes[1], site.geometry, plan, some_tokens(11, seed))
+        assert restore(site.nodes[1], site.geometry, as_hit(plan), some_tokens(11, seed))
     site.clock.now_s += 31.0
     assert site.spill(site.nodes[1], site.state(some_tokens(11, 30))).kept
 
