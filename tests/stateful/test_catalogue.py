@@ -84,7 +84,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.strays: set[str] = set()
         """Paths of what was put and not committed, or may come late."""
         self.damaged: set[str] = set()
-        """Paths of frames that went or changed behind everybody's back."""
+        """Paths of frames that went or changed behind everybody's back, and have not been put again."""
+        self.ever_damaged: set[str] = set()
 
     # What nodes do
 
@@ -180,7 +181,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         """Only damage, or a store that fails just now, keeps a reader from a frame; and no wrong byte comes through."""
         if isinstance(error, AssertionError):
             assert str(error).endswith((" is tier_error", " is lost")), error
-        assert self.damaged or self.faulty, error
+        assert self.ever_damaged or self.faulty, error
 
     def was_computed(self, key: FrameKey, lineage: int, tokens: Tokens) -> bool:
         return lineage in self.computed[key.group, tokens[: key.tokens].tobytes()]
@@ -230,6 +231,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         else:
             obstore.delete(self.site.store, name)
         self.damaged.add(path)
+        self.ever_damaged.add(path)
         if reported:
             with suppress(TieredCacheError):
                 self.site.catalogue.report_bad(FrameKey.parse(path), "damaged", deadline_s=5.0)
@@ -266,7 +268,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "site"):
-            self.quietly(lambda: self.site.check(stolen=self.damaged, strays=self.strays))
+            self.quietly(lambda: self.site.check(stolen=self.ever_damaged, strays=self.strays))
 
     def quietly(self, do: Callable[[], object]) -> None:
         """Without faults."""

@@ -191,6 +191,7 @@ def start(
         object_bytes=object_bytes,
         object_options=options,
         object_deadline_s=deadline_s,
+        policy="lru",  # which decides the same however fast the machine is
     )
     return LocalCluster(ClusterSettings(workers=2, worker=WorkerSettings(engine=MODEL), tiers=tiers), clock=clock)
 
