@@ -211,7 +211,7 @@ def test_what_a_node_left_in_the_store_is_restored_on_another_after_the_first_is
     machines: Any, store: FaultyS3Server
 ) -> None:
     doomed = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
-    with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=1.0), **through(store)) as cluster:
+    with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=5.0), **through(store)) as cluster:
         nodes = {
             name: worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node
             for name, worker in cluster.workers.items()
@@ -227,26 +227,26 @@ def test_what_a_node_left_in_the_store_is_restored_on_another_after_the_first_is
         while not is_dead(home):
             time.sleep(0.1)
         longer = np.concatenate([prompt.tokens, some_tokens(9, 5)])
-        again = compute(cluster, longer, deadline_s=10)
+        again = compute(cluster, longer, deadline_s=DEADLINE_S)
         assert (again.placement.restored_tokens, again.mark) == (60, never_moved(MODEL, longer))
         assert again.placement.node != doomed.node_id
-        resumed = cluster.router.resume(ticket, 200, deadline_s=10)
+        resumed = cluster.router.resume(ticket, 200, deadline_s=DEADLINE_S)
         assert resumed.mark == never_moved(MODEL, prompt.tokens)
         with pytest.raises(StaleError):
-            cluster.router.resume(ticket, 200, deadline_s=10)
+            cluster.router.resume(ticket, 200, deadline_s=DEADLINE_S)
 
 
 def test_a_catalogue_that_is_restarted_finds_what_the_store_holds(machines: Any, store: FaultyS3Server) -> None:
-    with start_cluster(MODEL, router=RouterSettings(ask_s=1.0), host_bytes=0, **through(store)) as cluster:
+    with start_cluster(MODEL, router=RouterSettings(ask_s=5.0), host_bytes=0, **through(store)) as cluster:
         assert serve(cluster, some_tokens(60), Durability.OBJECT).spill.kept
         before = cluster.catalogue.call(dict, "usage", deadline_s=DEADLINE_S)["object"]
         ray.kill(ray.get_actor(cluster.catalogue.actor, namespace=cluster.catalogue.ray_namespace), no_restart=False)
         longer = np.concatenate([some_tokens(60), some_tokens(9, 5)])
-        served = serve(cluster, longer, deadline_s=10)
+        served = serve(cluster, longer, deadline_s=DEADLINE_S)
         assert served.mark == never_moved(MODEL, longer)
         while is_dead(cluster.catalogue):
             time.sleep(0.1)
-        served = compute(cluster, np.concatenate([longer, some_tokens(9, 6)]), deadline_s=10)
+        served = compute(cluster, np.concatenate([longer, some_tokens(9, 6)]), deadline_s=DEADLINE_S)
         assert served.placement.restored_tokens >= 60
         assert served.mark == never_moved(MODEL, np.concatenate([longer, some_tokens(9, 6)]))
         after = cluster.catalogue.call(dict, "usage", deadline_s=DEADLINE_S)["object"]
