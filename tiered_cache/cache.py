@@ -51,6 +51,7 @@ from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, FrameKey, Identity, PrefixChain
 from tiered_cache.index import (
     Candidate,
+    Chain,
     Claim,
     Explanation,
     FrameName,
@@ -408,7 +409,7 @@ class TieredCache:
 
     def match(
         self,
-        chain: PrefixChain,
+        chain: Chain,
         hints: Hints,
         *,
         session: str | None = None,

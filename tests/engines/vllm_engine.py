@@ -1,0 +1,115 @@
+"""One vLLM engine in a process of its own: `python vllm_engine.py SPEC.json RESULT.json`.
+
+The spec has `family`, `model`, `settings` of `LLM`, its `transfer` config or null, and `steps`: each answers a prompt
+or does something to the tier (`STEPS`). The result has the answers and the tier's counters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TOKENS = 6
+
+
+class Engine:
+    """A vLLM engine, its scheduler in this process."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        import vllm_cpu_shim
+
+        vllm_cpu_shim.patch(spec["family"])
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 2048,
+            "disable_log_stats": False,
+            "seed": 0,
+            **spec.get("settings", {}),
+        }
+        if spec.get("transfer"):
+            settings["kv_transfer_config"] = spec["transfer"]
+        self.llm = LLM(spec["model"], **settings)
+        self.core = self.llm.llm_engine.engine_core
+        self.connector = self.core.engine_core.scheduler.connector
+        self.tier = getattr(self.connector, "tier", None)
+        self._hung = threading.Event()
+
+    def answer(self, prompt: list[int]) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=5, detokenize=False)
+        begun_s = time.perf_counter()
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        return {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [
+                {str(token): value.logprob for token, value in step.items()} for step in output.outputs[0].logprobs
+            ],
+            "cached_tokens": output.num_cached_tokens,
+            "seconds": time.perf_counter() - begun_s,
+            "first_token_s": output.metrics.first_token_latency if output.metrics else None,
+        }
+
+    def settle(self, _: object) -> None:
+        """Wait until everything that was computed is kept."""
+        self.tier._stores.submit(int).result(60)
+
+    def hang(self, calls: list[str]) -> None:
+        """From now on these calls of the disk tier do not come back."""
+        disk = self._disk()
+        for call in calls:
+            setattr(disk, call, lambda *_: self._hung.wait())
+
+    def limit_files(self, bytes_: int) -> None:
+        """From now on a write beyond so many bytes of a file fails, as on a full disk."""
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
+
+    def remove(self, directory: str) -> None:
+        shutil.rmtree(directory)
+
+    def kill(self, _: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _disk(self) -> Any:
+        return next(level.tier for level in self.tier.store.cache._levels if level.name == "disk")
+
+
+STEPS: dict[str, Callable[[Engine, Any], Any]] = {
+    name: getattr(Engine, name) for name in ("answer", "settle", "hang", "limit_files", "remove", "kill")
+}
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    engine = Engine(spec)
+    answers = []
+    for name, argument in spec["steps"]:
+        answer = STEPS[name](engine, argument)
+        if answer is not None:
+            answers.append(answer)
+    engine.core.shutdown()
+    return {"answers": answers, "counters": engine.tier.counters() if engine.tier is not None else {}}
+
+
+if __name__ == "__main__":
+    result = run(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # threads that a test has hung

@@ -1,0 +1,334 @@
+"""`PageStore`: vLLM's chunks as frames of a `TieredCache`, under vLLM's block hashes and our namespace.
+
+    h(0) = the namespace's root        h(i) = H("vllm block", namespace, vLLM's hash of everything up to block i's end)
+
+vLLM names a chunk by a hash that covers every token before its end, so a hash of ours stands for that prefix, in this
+namespace, as well as one made of the tokens. Everything else is as for any engine: what is restorable to n tokens
+needs every row block below n, the windows before n, and the carries at exactly n, so that a state without its rows, or
+rows without their state, are a shorter prefix and never a stale one.
+
+A request's chunks come in any order and in several jobs. They are copied and held back (`Progress`) until a checkpoint
+is complete, then offered; what the policies do not want, or has no room, goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiered_cache import frame
+from tiered_cache.cache import Grant, Offer, PlannedFrame, TieredCache
+from tiered_cache.engines.vllm.layout import Bytes, PageGroup, PageLayout
+from tiered_cache.errors import (
+    CapacityError,
+    FrameError,
+    GeometryError,
+    IdentityError,
+    MissReason,
+    TierError,
+)
+from tiered_cache.geometry import PartKind
+from tiered_cache.identity import FrameKey, Identity, PrefixChain, tagged_hash
+from tiered_cache.policy.base import Hints
+from tiered_cache.tiers.base import Durability
+
+FETCH_BYTES_MAX = 64 << 20
+"""How much of a load is held besides vLLM's buffer at once, apart from a single larger frame."""
+
+_log = logging.getLogger(__name__)
+
+ChunkName = tuple[int, int]
+"""A group's index, and the token count at which the chunk ends."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One request's prefix: a `Chain` of vLLM's block hashes."""
+
+    namespace: bytes
+    block_tokens: int
+    hashes: tuple[bytes, ...]
+    """h(0) .. h(blocks)."""
+    tokens: int
+
+    @property
+    def blocks(self) -> int:
+        return len(self.hashes) - 1
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def block_hash(self, index: int, /) -> bytes:
+        return self.hashes[index]
+
+    def prefix_hash(self, tokens: int, /) -> bytes:
+        block, tail = divmod(tokens, self.block_tokens)
+        if not tail:
+            return self.hashes[block]
+        return tagged_hash("vllm tail", self.hashes[block], tail.to_bytes(8, "little"))  # no frame is ever named so
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk's page is: in which frame."""
+
+    frame: PlannedFrame
+    chunk: ChunkName
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What can be loaded of a request's prefix."""
+
+    tokens: int
+    places: Mapping[bytes, Place]
+    """By vLLM's name of the chunk."""
+    reason: MissReason | None
+    request: int
+    """The cache's number for the request."""
+    pin: int | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What of one request is in the cache already, and the pages that are held back."""
+
+    known_tokens: int = 0
+    over: bool = False
+    """Something was declined or failed, so that what builds upon it is not wanted either."""
+    request: int | None = None
+    pages: dict[ChunkName, Bytes] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(page.nbytes for page in self.pages.values())
+
+
+class PageStore:
+    """Any thread may match and load; the pages of one request are kept by one thread at a time."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        identity: Identity,
+        layout: PageLayout,
+        *,
+        durability: Durability,
+        held_bytes_max: int,
+    ) -> None:
+        self.cache = cache
+        self.identity = identity
+        self.layout = layout
+        self.namespace = cache.register(identity, layout.geometry)
+        self._identity_digest = identity.digest()
+        self._root = PrefixChain(self.namespace, layout.block_tokens).block_hash(0)
+        self._durability = durability
+        self._held_bytes_max = held_bytes_max
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+
+    # Names
+
+    def blocks(self, block_hashes: Sequence[bytes], tokens: int) -> Blocks:
+        """The prefix of `tokens` tokens; `block_hashes` are vLLM's, one for each `hash_tokens` tokens."""
+        layout = self.layout
+        per_block = layout.block_tokens // layout.hash_tokens
+        count = min(tokens // layout.block_tokens, len(block_hashes) // per_block)
+        ends = (block_hashes[(i + 1) * per_block - 1] for i in range(count))
+        hashes = (self._root, *(tagged_hash("vllm block", self.namespace, bytes(end)) for end in ends))
+        return Blocks(self.namespace, layout.block_tokens, hashes, tokens)
+
+    # Out of the cache
+
+    def match(self, block_hashes: Sequence[bytes], tokens: int, pin_s: float) -> Plan:
+        """The longest prefix of fewer than `tokens` tokens that can be loaded whole, pinned for `pin_s` seconds."""
+        chain = self.blocks(block_hashes, tokens)
+        found = self.cache.match(chain, Hints(), pin_s=pin_s)
+        if found.hit is None:
+            return Plan(0, {}, found.reason, found.request)
+        places: dict[bytes, Place] = {}
+        for planned in found.hit.frames:
+            for group in self.layout.groups_of(planned.key.group):
+                for end in self.layout.chunk_ends(group, planned.key.tokens):
+                    name = bytes(block_hashes[end // self.layout.hash_tokens - 1]) + group.index.to_bytes(4, "big")
+                    places[name] = Place(planned, (group.index, end))
+        return Plan(found.hit.tokens, places, found.reason, found.request, found.hit.pin)
+
+    def load(self, places: Sequence[Place]) -> Iterator[tuple[int, Bytes | MissReason]]:
+        """The page of each place, by its number, in any order; verified, read-only, or why it is not there.
+
+        A frame that fails its checks is reported, which sets it aside, and looked for in the next tier.
+        """
+        wanted: dict[FrameKey, list[int]] = {}
+        for number, place in enumerate(places):
+            wanted.setdefault(place.frame.key, []).append(number)
+        keys = list(wanted)
+        while keys:
+            bodies = self.cache.fetch(keys, FETCH_BYTES_MAX)
+            for key in keys[: len(bodies)]:
+                arrays = self._decoded(key, bodies.pop(0))
+                for number in wanted[key]:
+                    group = self.layout.by_index[places[number].chunk[0]]
+                    if isinstance(arrays, MissReason):
+                        yield number, arrays
+                    else:
+                        yield number, self.layout.split(group, arrays[group.name], places[number].chunk[1])
+                keys.remove(key)
+
+    def _decoded(self, key: FrameKey, body: Bytes | MissReason) -> Mapping[str, Bytes] | MissReason:
+        why = MissReason.QUARANTINED
+        for _ in range(len(self.cache.usage()) + 1):  # each tier may have a copy
+            if isinstance(body, MissReason):
+                return body
+            try:
+                content = frame.decode(
+                    body.data, key=key, identity_digest=self._identity_digest, geometry=self.layout.geometry
+                )
+            except (FrameError, IdentityError, GeometryError) as error:
+                del body
+                self.cache.report_bad(key, error.message)
+                (body,) = self.cache.fetch([key], FETCH_BYTES_MAX)
+                if body is MissReason.LOST:
+                    return why
+            else:
+                return {name: array.reshape(-1).view(np.uint8) for name, array in content.arrays.items()}
+        return why
+
+    # Into the cache
+
+    def wants(self, progress: Progress, chunk: ChunkName) -> bool:
+        """Whether the page of this chunk is still to be brought."""
+        return not progress.over and chunk[1] > progress.known_tokens and chunk not in progress.pages
+
+    def hold(self, progress: Progress, chunk: ChunkName, page: Bytes) -> bool:
+        """Take a page over, until its checkpoint is complete; False, and counted, if too much is held back already."""
+        with self._lock:
+            if self._held_bytes + page.nbytes > self._held_bytes_max:
+                self._counters["pages.dropped.held_bytes"] += 1
+                progress.over = True
+                return False
+            self._held_bytes += page.nbytes
+        progress.pages[chunk] = page
+        return True
+
+    def keep(self, progress: Progress, block_hashes: Sequence[bytes]) -> None:
+        """Offer the checkpoints that are complete by now, and let go of their pages.
+
+        What the cache declines is counted there; a failing tier is counted and logged, and nobody's trouble.
+        """
+        stops = self._complete(progress, len(block_hashes) * self.layout.hash_tokens)
+        if not stops:
+            return
+        chain = self.blocks(block_hashes, stops[-1])
+        offer = Offer(
+            self.namespace,
+            chain.block_tokens,
+            0,
+            chain.hashes,
+            tuple((n, chain.prefix_hash(n)) for n in stops),
+            (0,) * chain.blocks,
+            0,
+            request=progress.request,
+        )
+        progress.request = None
+        kept = False
+        try:
+            kept = self._spill(offer, progress)
+        except (CapacityError, TierError) as error:
+            self._count(f"spills.failed.{'full' if isinstance(error, CapacityError) else 'tier'}")
+            _log.warning("the state of %d tokens was not kept: %s", stops[-1], error)
+        if kept:
+            progress.known_tokens = stops[-1]
+            self._release(progress, stops[-1])
+        else:
+            progress.over = True
+            self._release(progress, None)
+
+    def _spill(self, offer: Offer, progress: Progress) -> bool:
+        """Whether everything that was granted came, so that nothing up to the offer's end has to be brought again."""
+        grant: Grant = self.cache.admit(offer, self._durability, Hints())
+        try:
+            missing = [key for key in grant.keys if not all(c in progress.pages for _, c in self._chunks(key))]
+            if missing:  # what it builds upon has been dropped meanwhile, or never came to us
+                self._count("spills.incomplete")
+                return False
+            self.cache.spill(grant, self._batches(grant, progress))
+        finally:
+            self.cache.abandon(grant)
+        self._count("spills")
+        return len(offer) not in {tokens for tokens, _ in grant.declined}
+
+    def _batches(self, grant: Grant, progress: Progress) -> Iterator[dict[FrameKey, dict[str, Bytes]]]:
+        for key in grant.keys:
+            pages: dict[PageGroup, list[Bytes]] = {}
+            for group, chunk in self._chunks(key):
+                pages.setdefault(group, []).append(progress.pages[chunk])
+            yield {key: {group.name: self.layout.join(group, found) for group, found in pages.items()}}
+
+    def _chunks(self, key: FrameKey) -> Iterator[tuple[PageGroup, ChunkName]]:
+        for group in self.layout.groups_of(key.group):
+            for end in self.layout.chunk_ends(group, key.tokens):
+                yield group, (group.index, end)
+
+    def _complete(self, progress: Progress, tokens: int) -> list[int]:
+        """The lengths, ascending, of which everything is held back or known; the longest only, without carries."""
+        layout = self.layout
+        longest = max((end for _, end in progress.pages), default=0)
+        ends = range(progress.known_tokens + layout.block_tokens, min(longest, tokens) + 1, layout.block_tokens)
+        found = []
+        for block_end in ends:
+            if not all(self._reaches(progress, group, block_end) for group in layout.groups if not _bounded(group)):
+                break
+            if all(self._reaches(progress, group, block_end) for group in layout.groups if _bounded(group)):
+                found.append(block_end)
+        return found if layout.has_carries else found[-1:]
+
+    def _reaches(self, progress: Progress, group: PageGroup, tokens: int) -> bool:
+        """Whether what a restore to `tokens` needs of a group, and is not known to be there, is held back."""
+        start = progress.known_tokens
+        if group.kind is PartKind.CARRY:
+            start = tokens - group.chunk_tokens
+        elif group.kind is PartKind.WINDOW:
+            window = -(-group.window_tokens // group.chunk_tokens) * group.chunk_tokens
+            block = self.layout.block_tokens
+            start = max(start, max(0, tokens - window) // block * block)
+        else:  # those before the last block have been looked at
+            start = max(start, tokens - self.layout.block_tokens)
+        ends = range(start + group.chunk_tokens, tokens + 1, group.chunk_tokens)
+        return all((group.index, end) in progress.pages for end in ends)
+
+    def finish(self, progress: Progress) -> None:
+        """No more pages of this request will come."""
+        if progress.pages:
+            self._count("pages.dropped.incomplete", len(progress.pages))
+        self._release(progress, None)
+
+    def _release(self, progress: Progress, tokens: int | None) -> None:
+        """Let go of the pages up to `tokens`, or of all."""
+        gone = [chunk for chunk in progress.pages if tokens is None or chunk[1] <= tokens]
+        freed = sum(progress.pages.pop(chunk).nbytes for chunk in gone)
+        with self._lock:
+            self._held_bytes -= freed
+
+    # Figures
+
+    def counters(self) -> dict[str, int]:
+        """The cache's, and `spills`, `spills.incomplete`, `spills.failed.*`, `pages.dropped.*`; they never go down."""
+        with self._lock:
+            own = dict(self._counters)
+        return {**self.cache.counters(), **own}
+
+    def _count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self._counters[what] += number
+
+
+def _bounded(group: PageGroup) -> bool:
+    """Whether a restore does not need all that is before it."""
+    return group.kind is not PartKind.ROWS

@@ -1,0 +1,388 @@
+"""`TieredCacheTier`: a secondary tier of vLLM's own tiering; vLLM moves bytes between device and its host buffer.
+
+Everything here is called from vLLM's scheduler and returns at once: look-ups read a plan that was made from the index
+in memory, transfers run in threads of our own. A transfer ends in time, whatever the disk does: past its deadline it is
+reported as failed, and its thread does not touch vLLM's buffer any more. While such a thread has not come back, nothing
+is looked up or taken. A load that failed ends in a shorter hit, or in none, and vLLM computes the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadPolicy,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from tiered_cache.engines.vllm.building import Building, building
+from tiered_cache.engines.vllm.identity import identity_of
+from tiered_cache.engines.vllm.layout import Bytes, PageLayout
+from tiered_cache.engines.vllm.layout_of import layout_of
+from tiered_cache.engines.vllm.pages import PageStore, Place, Plan, Progress
+from tiered_cache.engines.vllm.settings import VllmSettings
+from tiered_cache.engines.vllm.workers import DaemonExecutor, TimedJob
+from tiered_cache.errors import MissReason
+from tiered_cache.service.build import build_cache
+
+METRIC = "vllm:tiered_cache_events"
+"""A Prometheus counter; its label `event` is the name of one of our counters."""
+LOAD_THREADS = 2
+_log = logging.getLogger(__name__)
+
+
+class _Request:
+    """One of vLLM's requests."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.progress = Progress()
+        self.plan: Plan | None = None
+        self.planned_tokens = 0
+        self.tokens_max: int | None = None
+        """What a failed load has shown not to be there."""
+        self.excluded = request.lora_request is not None
+
+
+class TieredCacheTier(SecondaryTierManager):
+    """vLLM's blocks in a `TieredCache`. Made by vLLM, inside `TieredCacheConnector`."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **settings: object,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        engine = building()
+        self.settings = VllmSettings.from_document(settings)
+        self._rows: Bytes | None = np.asarray(primary_kv_view).view(np.uint8)
+        self._requests: dict[str, _Request] = {}
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: dict[int, TimedJob] = {}
+        self._overdue: list[TimedJob] = []
+        self._failed_ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._counters: Counter[str] = Counter()
+        self._shown: Counter[str] = Counter()
+        self._was_reset = False
+        self._loads = DaemonExecutor(LOAD_THREADS, "tiered-cache-load")
+        self._stores = DaemonExecutor(1, "tiered-cache-store")
+        self._encoders = DaemonExecutor(self.settings.tiers.executor_threads, "tiered-cache-encode")
+        layout = layout_of(engine.kv_cache_config, offloading_spec, self._rows.shape[1])
+        self._opening: Future[PageStore] = self._stores.submit(self._open, engine, layout)
+        try:
+            self._opening.result(self.settings.start_deadline_s)
+        except TimeoutError:
+            _log.warning(
+                "tiered-cache: not open after %s s; vLLM goes on without it until it is", self.settings.start_deadline_s
+            )
+        except BaseException:
+            self._close_threads()
+            self._rows = None
+            raise
+
+    def _open(self, engine: Building, layout: PageLayout) -> PageStore:
+        settings = self.settings
+        identity = identity_of(engine.vllm_config, settings.salt, settings.digest_cache)
+        cache = build_cache(settings.tiers, self._encoders, clock=time.monotonic)
+        try:
+            return PageStore(
+                cache, identity, layout, durability=settings.durability, held_bytes_max=settings.held_bytes
+            )
+        except BaseException:
+            cache.close()
+            raise
+
+    @property
+    def store(self) -> PageStore | None:
+        """None as long as it is not open, or if it could not be opened."""
+        if not self._opening.done() or self._opening.exception() is not None:
+            return None
+        return self._opening.result()
+
+    def _serving(self) -> PageStore | None:
+        """The store, unless something stands against using it now."""
+        store = self.store
+        if store is None:
+            self._count("refused.not_open")
+        elif self._was_reset:
+            self._count("refused.weights_may_have_changed")
+        elif self._resting():
+            self._count("refused.tier_hangs")
+        else:
+            return store
+        return None
+
+    def _resting(self) -> bool:
+        """Whether a thread has not come back from a call past its deadline."""
+        self._overdue = [job for job in self._overdue if not job.ended]
+        return bool(self._overdue)
+
+    # Requests
+
+    def begin(self, request: Any) -> None:
+        """For the connector: a request of vLLM's, which is asked for its block hashes and its length later."""
+        self._requests[request.request_id] = _Request(request)
+
+    def plan(self, request: Any) -> None:
+        """For the connector: a request's blocks are about to be looked up."""
+        known = self._requests.get(request.request_id)
+        if known is None:
+            return
+        tokens: int = request.num_tokens
+        if known.plan is not None and known.planned_tokens == tokens:
+            return
+        self._end_plan(known)
+        known.planned_tokens = tokens
+        store = None if known.excluded or request.skip_reading_prefix_cache else self._serving()
+        if known.excluded:
+            self._count("refused.adapter")
+        if store is None:
+            known.plan = Plan(0, {}, MissReason.TIER_ERROR, 0)
+            return
+        # vLLM asks for all of a prompt where it can then compute the last token alone
+        limit = tokens + 1 if store.layout.only_rows else tokens
+        if known.tokens_max is not None:
+            limit = min(limit, known.tokens_max)
+        known.plan = store.match(request.block_hashes, limit, self.settings.load_deadline_s)
+        known.progress.request = known.plan.request
+        known.progress.known_tokens = max(known.progress.known_tokens, known.plan.tokens)
+
+    def _end_plan(self, known: _Request) -> None:
+        store = self.store
+        if known.plan is not None and known.plan.pin is not None and store is not None:
+            store.cache.unpin(known.plan.pin)
+        known.plan = None
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """All of a request's blocks are offered, those that vLLM has at hand, too: what is kept has no gaps."""
+        del req_context
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        known = self._requests.get(req_context.req_id)
+        if known is None or known.plan is None or key not in known.plan.places or self._resting():
+            return LookupResult.MISS
+        return LookupResult.HIT
+
+    def on_request_finished(self, req_context: Any) -> None:
+        known = self._requests.pop(req_context.req_id, None)
+        if known is None:
+            return
+        self._end_plan(known)
+        with suppress(RuntimeError):
+            self._stores.submit(self._finish, known)
+
+    def _finish(self, known: _Request) -> None:
+        store = self.store
+        if store is not None:
+            store.finish(known.progress)
+
+    # Out of the tiers
+
+    def submit_load(self, job_metadata: Any) -> None:
+        job, keys = self._new_job(job_metadata, self.settings.load_deadline_s), list(job_metadata.keys)
+        known = self._requests.get(job_metadata.req_context.req_id)
+        plan, store = known.plan if known is not None else None, self.store
+        if plan is None or store is None or not all(key in plan.places for key in keys):
+            self._report(job, JobResult(job.number, success=False))
+            return
+        places = [plan.places[key] for key in keys]
+        rows = [int(chunk) for chunk in job_metadata.chunk_ids]
+        self._count("loads")
+        self._loads.submit(self._load, job, store, keys, places, rows, job_metadata.req_context.req_id)
+
+    def _load(
+        self, job: TimedJob, store: PageStore, keys: Sequence[bytes], places: Sequence[Place], rows: Sequence[int],
+        req_id: str,
+    ) -> None:  # fmt: skip
+        begun_s, loaded, bytes_ = time.monotonic(), [], 0
+        failed_end: int | None = None
+        try:
+            for number, page in store.load(places):
+                if isinstance(page, MissReason):
+                    self._count(f"loads.failed.{page}")
+                    end = places[number].chunk[1]
+                    failed_end = end if failed_end is None else min(failed_end, end)
+                    continue
+                with job.buffer() as mine:
+                    if not mine or self._rows is None:
+                        return
+                    store.layout.by_index[places[number].chunk[0]].write(page, self._rows[rows[number]])
+                loaded.append(keys[number])
+                bytes_ += page.nbytes
+        except Exception:  # noqa: BLE001 - whatever it was, vLLM computes
+            _log.exception("tiered-cache: a load failed")
+            self._count("loads.failed.error")
+            failed_end = min(place.chunk[1] for place in places)
+        finally:
+            job.ended = True
+        if failed_end is not None:
+            self._failed_ends.put((req_id, failed_end))
+        elapsed_s = time.monotonic() - begun_s
+        self._count("bytes.loaded", bytes_)
+        whole = len(loaded) == len(keys)
+        self._report(job, JobResult(job.number, whole, None if whole else tuple(loaded), elapsed_s, bytes_))
+
+    # Into the tiers
+
+    def submit_store(self, job_metadata: Any) -> None:
+        job, keys = self._new_job(job_metadata, self.settings.store_deadline_s), list(job_metadata.keys)
+        known = self._requests.get(job_metadata.req_context.req_id)
+        store = None if known is None or known.excluded else self._serving()
+        if known is None or store is None:
+            self._report(job, JobResult(job.number, success=known is None or known.excluded))
+            return
+        chunks = []
+        for key, row in zip(keys, job_metadata.chunk_ids, strict=True):
+            end = job_metadata.req_context.get_offload_key_position(key)
+            group = store.layout.by_index.get(int.from_bytes(key[-4:], "big"))
+            if group is None or end is None or end % group.chunk_tokens:  # the tail of a block
+                self._count("stores.skipped.tail")
+                continue
+            chunks.append(((group.index, int(end)), int(row)))
+        self._stores.submit(self._store, job, store, known, chunks)
+
+    def _store(
+        self, job: TimedJob, store: PageStore, known: _Request, chunks: Sequence[tuple[tuple[int, int], int]]
+    ) -> None:
+        try:
+            begun_s, copied = time.monotonic(), []
+            wanted = [(chunk, row) for chunk, row in chunks if store.wants(known.progress, chunk)]
+            for chunk, row in wanted:
+                group = store.layout.by_index[chunk[0]]
+                page = np.empty(group.page_bytes, np.uint8)
+                with job.buffer() as mine:
+                    if not mine or self._rows is None:
+                        return
+                    group.read(self._rows[row], page)
+                copied.append((chunk, page))
+            bytes_ = sum(page.nbytes for _, page in copied)
+            self._report(
+                job,
+                JobResult(job.number, success=True, transfer_time=time.monotonic() - begun_s, transfer_bytes=bytes_),
+            )
+            held = [store.hold(known.progress, chunk, page) for chunk, page in copied]
+            if all(held) and held:
+                store.keep(known.progress, known.request.block_hashes)
+        except Exception:  # noqa: BLE001 - what was not kept is computed again some day
+            _log.exception("tiered-cache: a block was not kept")
+            self._count("stores.failed.error")
+            self._report(job, JobResult(job.number, success=False))
+        finally:
+            job.ended = True
+
+    # Jobs
+
+    def _new_job(self, job_metadata: Any, deadline_s: float) -> TimedJob:
+        job = TimedJob(job_metadata.job_id, time.monotonic() + deadline_s)
+        self._jobs[job.number] = job
+        return job
+
+    def _report(self, job: TimedJob, result: Any) -> None:
+        """From any thread: the job is done with vLLM's buffer, unless it was given up."""
+        if job.report():
+            self._results.put(result)
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        now_s = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.until_s < now_s]:
+            if job.give_up(wait=False):
+                self._count("jobs.deadline")
+                self._overdue.append(job)
+                self._results.put(JobResult(job.number, success=False))
+        with suppress(queue.Empty):
+            while True:
+                req_id, end = self._failed_ends.get_nowait()
+                self._shorten(req_id, end)
+        results = []
+        with suppress(queue.Empty):
+            while True:
+                results.append(self._results.get_nowait())
+                self._jobs.pop(results[-1].job_id, None)
+        return results
+
+    def _shorten(self, req_id: str, end: int) -> None:
+        """A chunk that ends there is not to be had: look for less."""
+        known = self._requests.get(req_id)
+        if known is not None:
+            known.tokens_max = end if known.tokens_max is None else min(known.tokens_max, end)
+            known.progress.known_tokens = 0
+            self._end_plan(known)
+
+    def drain_jobs(self) -> None:
+        """Give all transfers up, without waiting for any disk, since vLLM resets its caches.
+
+        That is what happens when weights are updated in place, so what is kept may be of other weights from now on.
+        """
+        for job in self._jobs.values():
+            if job.give_up(wait=True):
+                self._results.put(JobResult(job.number, success=False))
+        if not self.settings.weights_are_fixed and not self._was_reset:
+            self._was_reset = True
+            _log.warning("tiered-cache: vLLM's caches were reset; nothing is served or kept until the next start")
+
+    def shutdown(self) -> None:
+        """Keep what has been taken, as far as that is done in time, and let go of vLLM's buffer."""
+        self._stores.shutdown(wait=False)
+        kept = self._stores.join(self.settings.close_deadline_s)
+        for job in self._jobs.values():
+            job.give_up(wait=True)
+        self._rows = None
+        self._close_threads()
+        if not kept:
+            _log.warning("tiered-cache: closed with blocks that were not kept yet")
+        elif self.store is not None:
+            _log.info("tiered-cache: %s", self.counters())
+            self.store.cache.close()
+
+    def _close_threads(self) -> None:
+        for executor in (self._loads, self._stores, self._encoders):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    # Figures
+
+    def counters(self) -> dict[str, int]:
+        """The store's and the cache's; and of this tier `loads`, `loads.failed.*`, `refused.*`, `jobs.deadline`."""
+        store = self.store
+        with self._lock:
+            own = dict(self._counters)
+        return {**(store.counters() if store is not None else {}), **own}
+
+    def _count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self._counters[what] += number
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        del extra_config
+        text = "What happened in tiered-cache, by the name of its counter."
+        return {METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("event",))}
+
+    def get_stats(self) -> Any:
+        """What has been counted since the last call."""
+        stats = OffloadingConnectorStats()
+        now = Counter(self.counters())
+        for event, number in (now - self._shown).items():
+            stats.increase_counter(METRIC, number, (event,))
+        self._shown = now
+        return stats
