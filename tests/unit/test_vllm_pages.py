@@ -90,10 +90,11 @@ def bring(store: PageStore, hashes: Sequence[bytes], wanted: Sequence[tuple[Page
     """One request's chunks, in so many jobs."""
     progress = Progress()
     for first in range(jobs):
+        pages = {}
         for group, end in wanted[first::jobs]:
-            if store.wants(progress, (group.index, end)):
-                store.hold(progress, (group.index, end), page_of(group, hashes[end // HASH_TOKENS - 1]))
-        store.keep(progress, hashes)
+            if store.wants(progress, (group.index, end)) and store.reserve(progress, group.page_bytes):
+                pages[group.index, end] = page_of(group, hashes[end // HASH_TOKENS - 1])
+        store.keep(progress, hashes, pages)
     store.finish(progress)
 
 

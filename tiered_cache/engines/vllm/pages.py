@@ -206,22 +206,32 @@ class PageStore:
         """Whether the page of this chunk is still to be brought."""
         return not progress.over and chunk[1] > progress.known_tokens and chunk not in progress.pages
 
-    def hold(self, progress: Progress, chunk: ChunkName, page: Bytes) -> bool:
-        """Take a page over, until its checkpoint is complete; False, and counted, if too much is held back already."""
+    def reserve(self, progress: Progress, bytes_: int) -> bool:
+        """Room for a page to be held back; False, and counted, if too much is held back already."""
         with self._lock:
-            if self._held_bytes + page.nbytes > self._held_bytes_max:
+            if self._held_bytes + bytes_ > self._held_bytes_max:
                 self._counters["pages.dropped.held_bytes"] += 1
                 progress.over = True
                 return False
-            self._held_bytes += page.nbytes
-        progress.pages[chunk] = page
+            self._held_bytes += bytes_
         return True
 
-    def keep(self, progress: Progress, block_hashes: Sequence[bytes]) -> None:
-        """Offer the checkpoints that are complete by now, and let go of their pages.
+    def drop(self, pages: Mapping[ChunkName, Bytes]) -> None:
+        """Give back the room of pages."""
+        with self._lock:
+            self._held_bytes -= sum(page.nbytes for page in pages.values())
+
+    def keep(self, progress: Progress, block_hashes: Sequence[bytes], pages: Mapping[ChunkName, Bytes]) -> None:
+        """Take over pages that room was reserved for, offer the checkpoints that are complete now, and let go of those.
 
         What the cache declines is counted there; a failing tier is counted and logged, and nobody's trouble.
         """
+        twice = {chunk: page for chunk, page in pages.items() if not self.wants(progress, chunk)}
+        self.drop(twice)
+        progress.pages.update({chunk: page for chunk, page in pages.items() if chunk not in twice})
+        if progress.over:
+            self._release(progress, None)
+            return
         stops = self._complete(progress, len(block_hashes) * self.layout.hash_tokens)
         if not stops:
             return

@@ -45,6 +45,10 @@ class VllmSettings:
     """After so long a load has failed, and vLLM computes."""
     store_deadline_s: float = 10.0
     """After so long vLLM's buffer is given back, whether or not a block was taken from it."""
+    keep_deadline_s: float = 60.0
+    """How long the tiers may take for what one step of vLLM has computed."""
+    rest_s: float = 30.0
+    """How long nothing is looked up after a deadline was missed."""
     start_deadline_s: float = 60.0
     """How long the engine's start waits for the weights' digest and the tiers; then it goes on without, until then."""
     close_deadline_s: float = 30.0
@@ -94,7 +98,8 @@ class VllmSettings:
 
     def check(self) -> None:
         """Raise `ConfigError` for a duration that is none."""
-        for name in ("load_deadline_s", "store_deadline_s", "start_deadline_s", "close_deadline_s"):
+        for name in ("load", "store", "keep", "start", "close"):
+            name += "_deadline_s"  # noqa: PLW2901
             if not 0 < getattr(self, name) <= 3600:
                 raise ConfigError(f"tiered_cache: {name} {getattr(self, name)} is not within 0 .. 3600 s")
 

@@ -2,8 +2,8 @@
 
 Everything here is called from vLLM's scheduler and returns at once: look-ups read a plan that was made from the index
 in memory, transfers run in threads of our own. A transfer ends in time, whatever the disk does: past its deadline it is
-reported as failed, and its thread does not touch vLLM's buffer any more. While such a thread has not come back, nothing
-is looked up or taken. A load that failed ends in a shorter hit, or in none, and vLLM computes the rest.
+reported as failed, and its thread does not touch vLLM's buffer any more. After a missed deadline nothing is looked up
+for a while. A load that failed ends in a shorter hit, or in none, and vLLM computes the rest.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from tiered_cache.deadline import Deadline, until
 from tiered_cache.engines.vllm.building import Building, building
 from tiered_cache.engines.vllm.identity import identity_of
 from tiered_cache.engines.vllm.layout import Bytes, PageLayout
 from tiered_cache.engines.vllm.layout_of import layout_of
-from tiered_cache.engines.vllm.pages import PageStore, Place, Plan, Progress
+from tiered_cache.engines.vllm.pages import ChunkName, PageStore, Place, Plan, Progress
 from tiered_cache.engines.vllm.settings import VllmSettings
 from tiered_cache.engines.vllm.workers import DaemonExecutor, TimedJob
 from tiered_cache.errors import MissReason
@@ -42,6 +43,7 @@ from tiered_cache.service.build import build_cache
 METRIC = "vllm:tiered_cache_events"
 """A Prometheus counter; its label `event` is the name of one of our counters."""
 LOAD_THREADS = 2
+_IN_TIME = 0.9  # of a job's time is the tiers', so that it can say itself that it has failed
 _log = logging.getLogger(__name__)
 
 
@@ -78,17 +80,20 @@ class TieredCacheTier(SecondaryTierManager):
         self._requests: dict[str, _Request] = {}
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._jobs: dict[int, TimedJob] = {}
-        self._overdue: list[TimedJob] = []
+        self._rests_until_s = 0.0
+        self._loading: dict[int, tuple[str, int]] = {}
+        """Load -> the request, and the least end of a chunk."""
         self._failed_ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
         self._shown: Counter[str] = Counter()
         self._was_reset = False
         self._loads = DaemonExecutor(LOAD_THREADS, "tiered-cache-load")
-        self._stores = DaemonExecutor(1, "tiered-cache-store")
+        self._copies = DaemonExecutor(1, "tiered-cache-copy")
+        self._keeps = DaemonExecutor(1, "tiered-cache-keep")
         self._encoders = DaemonExecutor(self.settings.tiers.executor_threads, "tiered-cache-encode")
         layout = layout_of(engine.kv_cache_config, offloading_spec, self._rows.shape[1])
-        self._opening: Future[PageStore] = self._stores.submit(self._open, engine, layout)
+        self._opening: Future[PageStore] = self._keeps.submit(self._open, engine, layout)
         try:
             self._opening.result(self.settings.start_deadline_s)
         except TimeoutError:
@@ -126,16 +131,15 @@ class TieredCacheTier(SecondaryTierManager):
             self._count("refused.not_open")
         elif self._was_reset:
             self._count("refused.weights_may_have_changed")
-        elif self._resting():
-            self._count("refused.tier_hangs")
+        elif time.monotonic() < self._rests_until_s:
+            self._count("refused.tier_rests")
         else:
             return store
         return None
 
-    def _resting(self) -> bool:
-        """Whether a thread has not come back from a call past its deadline."""
-        self._overdue = [job for job in self._overdue if not job.ended]
-        return bool(self._overdue)
+    def _missed_deadline(self) -> None:
+        """Whoever asks next would wait as long: nobody does, for a while."""
+        self._rests_until_s = time.monotonic() + self.settings.rest_s
 
     # Requests
 
@@ -180,22 +184,23 @@ class TieredCacheTier(SecondaryTierManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         known = self._requests.get(req_context.req_id)
-        if known is None or known.plan is None or key not in known.plan.places or self._resting():
-            return LookupResult.MISS
-        return LookupResult.HIT
+        found = known is not None and known.plan is not None and key in known.plan.places
+        return LookupResult.HIT if found else LookupResult.MISS
 
     def on_request_finished(self, req_context: Any) -> None:
         known = self._requests.pop(req_context.req_id, None)
         if known is None:
             return
         self._end_plan(known)
-        with suppress(RuntimeError):
-            self._stores.submit(self._finish, known)
+        with suppress(RuntimeError):  # closed
+            self._copies.submit(self._finish, known)
 
     def _finish(self, known: _Request) -> None:
+        """In the wake of the request's last copies."""
         store = self.store
         if store is not None:
-            store.finish(known.progress)
+            with suppress(RuntimeError):
+                self._keeps.submit(store.finish, known.progress)
 
     # Out of the tiers
 
@@ -209,6 +214,7 @@ class TieredCacheTier(SecondaryTierManager):
         places = [plan.places[key] for key in keys]
         rows = [int(chunk) for chunk in job_metadata.chunk_ids]
         self._count("loads")
+        self._loading[job.number] = (job_metadata.req_context.req_id, min(place.chunk[1] for place in places))
         self._loads.submit(self._load, job, store, keys, places, rows, job_metadata.req_context.req_id)
 
     def _load(
@@ -218,24 +224,25 @@ class TieredCacheTier(SecondaryTierManager):
         begun_s, loaded, bytes_ = time.monotonic(), [], 0
         failed_end: int | None = None
         try:
-            for number, page in store.load(places):
-                if isinstance(page, MissReason):
-                    self._count(f"loads.failed.{page}")
-                    end = places[number].chunk[1]
-                    failed_end = end if failed_end is None else min(failed_end, end)
-                    continue
-                with job.buffer() as mine:
-                    if not mine or self._rows is None:
-                        return
-                    store.layout.by_index[places[number].chunk[0]].write(page, self._rows[rows[number]])
-                loaded.append(keys[number])
-                bytes_ += page.nbytes
+            with until(Deadline.after((job.until_s - begun_s) * _IN_TIME)):
+                for number, page in store.load(places):
+                    if isinstance(page, MissReason):
+                        self._count(f"loads.failed.{page}")
+                        if page is MissReason.DEADLINE:
+                            self._missed_deadline()
+                        end = places[number].chunk[1]
+                        failed_end = end if failed_end is None else min(failed_end, end)
+                        continue
+                    with job.buffer() as mine:
+                        if not mine or self._rows is None:
+                            return
+                        store.layout.by_index[places[number].chunk[0]].write(page, self._rows[rows[number]])
+                    loaded.append(keys[number])
+                    bytes_ += page.nbytes
         except Exception:  # noqa: BLE001 - whatever it was, vLLM computes
             _log.exception("tiered-cache: a load failed")
             self._count("loads.failed.error")
             failed_end = min(place.chunk[1] for place in places)
-        finally:
-            job.ended = True
         if failed_end is not None:
             self._failed_ends.put((req_id, failed_end))
         elapsed_s = time.monotonic() - begun_s
@@ -260,36 +267,33 @@ class TieredCacheTier(SecondaryTierManager):
                 self._count("stores.skipped.tail")
                 continue
             chunks.append(((group.index, int(end)), int(row)))
-        self._stores.submit(self._store, job, store, known, chunks)
+        self._copies.submit(self._copy, job, store, known, chunks)
 
-    def _store(
-        self, job: TimedJob, store: PageStore, known: _Request, chunks: Sequence[tuple[tuple[int, int], int]]
-    ) -> None:
-        try:
-            begun_s, copied = time.monotonic(), []
-            wanted = [(chunk, row) for chunk, row in chunks if store.wants(known.progress, chunk)]
-            for chunk, row in wanted:
-                group = store.layout.by_index[chunk[0]]
-                page = np.empty(group.page_bytes, np.uint8)
-                with job.buffer() as mine:
-                    if not mine or self._rows is None:
-                        return
-                    group.read(self._rows[row], page)
-                copied.append((chunk, page))
-            bytes_ = sum(page.nbytes for _, page in copied)
-            self._report(
-                job,
-                JobResult(job.number, success=True, transfer_time=time.monotonic() - begun_s, transfer_bytes=bytes_),
-            )
-            held = [store.hold(known.progress, chunk, page) for chunk, page in copied]
-            if all(held) and held:
-                store.keep(known.progress, known.request.block_hashes)
-        except Exception:  # noqa: BLE001 - what was not kept is computed again some day
-            _log.exception("tiered-cache: a block was not kept")
-            self._count("stores.failed.error")
-            self._report(job, JobResult(job.number, success=False))
-        finally:
-            job.ended = True
+    def _copy(self, job: TimedJob, store: PageStore, known: _Request, chunks: Sequence[tuple[ChunkName, int]]) -> None:
+        """Take from vLLM's buffer what is wanted, so that it has it back, and leave it to the keeping thread."""
+        begun_s, copied = time.monotonic(), dict[ChunkName, Bytes]()
+        for chunk, row in chunks:
+            group = store.layout.by_index[chunk[0]]
+            if not store.wants(known.progress, chunk) or not store.reserve(known.progress, group.page_bytes):
+                continue
+            page = copied[chunk] = np.empty(group.page_bytes, np.uint8)
+            with job.buffer() as mine:
+                if not mine or self._rows is None:
+                    store.drop(copied)
+                    return
+                group.read(self._rows[row], page)
+        elapsed_s, bytes_ = time.monotonic() - begun_s, sum(page.nbytes for page in copied.values())
+        self._report(job, JobResult(job.number, success=True, transfer_time=elapsed_s, transfer_bytes=bytes_))
+        if copied:
+            self._keeps.submit(self._keep, store, known, copied)
+
+    def _keep(self, store: PageStore, known: _Request, pages: dict[ChunkName, Bytes]) -> None:
+        with until(Deadline.after(self.settings.keep_deadline_s)):
+            try:
+                store.keep(known.progress, known.request.block_hashes, pages)
+            except Exception:  # noqa: BLE001 - what was not kept is computed again some day
+                _log.exception("tiered-cache: blocks were not kept")
+                self._count("spills.failed.error")
 
     # Jobs
 
@@ -308,8 +312,10 @@ class TieredCacheTier(SecondaryTierManager):
         for job in [job for job in self._jobs.values() if job.until_s < now_s]:
             if job.give_up(wait=False):
                 self._count("jobs.deadline")
-                self._overdue.append(job)
+                self._missed_deadline()
                 self._results.put(JobResult(job.number, success=False))
+                if job.number in self._loading:
+                    self._shorten(*self._loading[job.number])
         with suppress(queue.Empty):
             while True:
                 req_id, end = self._failed_ends.get_nowait()
@@ -319,6 +325,7 @@ class TieredCacheTier(SecondaryTierManager):
             while True:
                 results.append(self._results.get_nowait())
                 self._jobs.pop(results[-1].job_id, None)
+                self._loading.pop(results[-1].job_id, None)
         return results
 
     def _shorten(self, req_id: str, end: int) -> None:
@@ -343,8 +350,11 @@ class TieredCacheTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Keep what has been taken, as far as that is done in time, and let go of vLLM's buffer."""
-        self._stores.shutdown(wait=False)
-        kept = self._stores.join(self.settings.close_deadline_s)
+        until_s = time.monotonic() + self.settings.close_deadline_s
+        self._copies.shutdown(wait=False)
+        kept = self._copies.join(self.settings.close_deadline_s)
+        self._keeps.shutdown(wait=False)
+        kept = self._keeps.join(max(0.0, until_s - time.monotonic())) and kept
         for job in self._jobs.values():
             job.give_up(wait=True)
         self._rows = None
@@ -356,7 +366,7 @@ class TieredCacheTier(SecondaryTierManager):
             self.store.cache.close()
 
     def _close_threads(self) -> None:
-        for executor in (self._loads, self._stores, self._encoders):
+        for executor in (self._loads, self._copies, self._keeps, self._encoders):
             executor.shutdown(wait=False, cancel_futures=True)
 
     # Figures

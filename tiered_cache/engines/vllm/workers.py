@@ -70,8 +70,6 @@ class TimedJob:
     def __init__(self, number: int, until_s: float) -> None:
         self.number = number
         self.until_s = until_s
-        self.ended = False
-        """Its worker will not come back to it."""
         self._lock = threading.Lock()
         self._given_up = False
         self._reported = False
