@@ -446,6 +446,20 @@ class TieredCache:
                 self._counters[f"misses.{found.reason}"] += 1
             return LookUp(hit, found.reason, tuple(sorted(set().union(*take_at))), number)
 
+    def find(self, chain: Chain) -> bool:
+        """Look for frames of this chain that other processes have put into a shared directory since it was listed.
+
+        Whether a restore can go further now than before. What is listed then is all that the longest prefix there
+        needs. Asks the disk tier alone, whose answers cost microseconds; of a tier that cannot say nothing is found.
+        """
+        with self._lock:
+            known = self._state.namespaces.get(chain.namespace)  # type: ignore[call-overload]
+        levels = [level for level in self._levels if level.tier.durability is Durability.DISK]
+        if known is None or not chain.blocks:
+            return False
+        found = [level.find(chain, known) for level in levels]
+        return any(found)
+
     def _remember(self, number: int, running: _Running) -> None:
         self._running[number] = running
         self._running_tokens += running.charge

@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,7 +41,16 @@ from tiered_cache.errors import (
     VersionError,
 )
 from tiered_cache.identity import CHECKPOINT, FrameKey
-from tiered_cache.index import Claim, FrameName, PrefixId, PrefixIndex, RemovalReason, TierView, private_checkpoint
+from tiered_cache.index import (
+    Chain,
+    Claim,
+    FrameName,
+    PrefixId,
+    PrefixIndex,
+    RemovalReason,
+    TierView,
+    private_checkpoint,
+)
 from tiered_cache.namespace import (
     BAD,
     DESCRIPTOR_BYTES_MAX,
@@ -703,6 +712,33 @@ class Level:
     def _namespace_of(self, name: FrameName) -> Namespace:
         return self._state.namespace(key_of(name).namespace)
 
+    def find(self, chain: Chain, known: Namespace) -> bool:
+        """List what others have put here of a chain, if that makes a longer prefix; whether it does."""
+        names = {depth: list(_names_of_block(chain, depth, known)) for depth in range(1, chain.blocks + 1)}
+        with self._state.lock:
+            listed = {name for some in names.values() for name in some if self._index.holds(name, self.name)}
+        unknown = [name for some in names.values() for name in some if name not in listed]
+        rows = {group.name for group in known.geometry.block_groups if not group.window_tokens}
+        first_rows = next((name for name in unknown if name.group in rows), None)
+        try:
+            if first_rows is not None and self.tier.stat([key_of(first_rows).path()]) == [None]:
+                return False
+            sizes = self.tier.stat([key_of(name).path() for name in unknown])
+        except TierError:
+            self._state.count(f"errors.{self.name}.stat")
+            return False
+        there = {name: size for name, size in zip(unknown, sizes, strict=True) if size is not None}
+        best = 0
+        for depth, some in names.items():
+            if any(name not in listed and name not in there for name in some if name.group in rows):
+                break
+            others = _needed(names, depth, known, rows)
+            if all(name in listed or name in there for name in others):
+                best = depth
+        found = [name for name in _needed(names, best, known) if name not in listed] if best else []
+        self._list((_Found(name, there[name], 0, verified=False) for name in found), "found")
+        return bool(found)
+
     # After a restart
 
     def is_described(self, known: Namespace) -> bool:
@@ -798,6 +834,29 @@ class Level:
 def _without_frames(error: _E) -> _E:
     """The error without its traceback, which would keep the bytes alive that it is about, and their room."""
     return error.with_traceback(None)
+
+
+def _names_of_block(chain: Chain, depth: int, known: Namespace) -> Iterator[FrameName]:
+    """The frames that there can be of one block, and the checkpoint at its end."""
+    geometry, tokens = known.geometry, depth * known.geometry.block_tokens
+    groups = [group.name for group in geometry.block_groups] + [CHECKPOINT] * geometry.needs_checkpoint(tokens)
+    for group in groups:
+        for rank in range(geometry.shards):
+            prefix, parent = chain.block_hash(depth), chain.block_hash(depth - 1)
+            yield FrameName(known.digest, prefix, parent, group, tokens, rank)
+
+
+def _needed(
+    names: Mapping[int, Sequence[FrameName]], depth: int, known: Namespace, without: Collection[str] = ()
+) -> Iterator[FrameName]:
+    """Those that a restore to the end of a block needs, `without` some groups."""
+    tokens = depth * known.geometry.block_tokens
+    for group in known.geometry.block_groups:
+        if group.name in without:
+            continue
+        for block in group.blocks_needed(tokens, known.geometry.block_tokens):
+            yield from (name for name in names[block + 1] if name.group == group.name)
+    yield from (name for name in names[depth] if name.group == CHECKPOINT)
 
 
 def key_of(name: FrameName) -> FrameKey:

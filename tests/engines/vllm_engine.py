@@ -40,6 +40,7 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "max_model_len": 2048,
             "disable_log_stats": False,
+            "enable_prefix_caching": True,
             "seed": 0,
             **spec.get("settings", {}),
         }
@@ -106,6 +107,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         answer = STEPS[name](engine, argument)
         if answer is not None:
             answers.append(answer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     engine.core.shutdown()
     return {"answers": answers, "counters": engine.tier.counters() if engine.tier is not None else {}}
 

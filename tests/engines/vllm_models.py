@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FAMILIES = tuple(_FAMILIES)
 
+_WRITTEN_LATER = {"glm_moe_dsa": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""What vLLM reads in a `config.json`, and transformers does not write."""
+
 
 def make_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a checkpoint of a family; another seed gives other weights of the same shapes."""
@@ -104,6 +108,8 @@ def make_model(family: str, directory: Path, *, seed: int = 0, **changes: Any) -
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, torch_dtype=torch.bfloat16)
     model.save_pretrained(directory)
+    written = json.loads((directory / "config.json").read_text()) | _WRITTEN_LATER.get(family, {})
+    (directory / "config.json").write_text(json.dumps(written))
     return directory
 
 

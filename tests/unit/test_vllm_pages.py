@@ -142,6 +142,26 @@ def test_another_identity_finds_nothing(name: str, tmp_path: Path) -> None:
         assert loaded_tokens(store, hashes, 70) == 0
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_another_process_has_put_since_is_found(name: str, tmp_path: Path) -> None:
+    layout, hashes = layout_named(name), hashes_of(range(70))
+    wanted = chunks(layout, 64)
+    with opened(layout, tmp_path / "d") as here, opened(layout, tmp_path / "d") as there:
+        assert not here.find(hashes, 69)
+        bring(there, hashes, [chunk for chunk in wanted if chunk[1] <= 32])
+        assert loaded_tokens(here, hashes, 70) == 0
+        assert here.find(hashes, 69)
+        assert loaded_tokens(here, hashes, 70) == 32
+        assert not here.find(hashes, 69)
+        bring(there, hashes, wanted)
+        assert here.find(hashes, 69)
+        assert loaded_tokens(here, hashes, 70) == 64
+        for file in (tmp_path / "d" / "entries").rglob("*.blob"):  # and what another process has dropped is a miss
+            file.unlink()
+        while (plan := here.match(hashes, 70, 60.0)).tokens:
+            assert {page for _, page in here.load(list(plan.places.values()))} == {MissReason.LOST}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_missing_chunks_make_a_shorter_prefix_and_never_another(data: st.DataObject) -> None:

@@ -40,6 +40,9 @@ from tiered_cache.tiers.base import Durability
 FETCH_BYTES_MAX = 64 << 20
 """How much of a load is held besides vLLM's buffer at once, apart from a single larger frame."""
 
+COPIES_MAX = 4
+"""How many copies of a frame are tried that turn out to be bad: one in each tier, and one put meanwhile."""
+
 _log = logging.getLogger(__name__)
 
 ChunkName = tuple[int, int]
@@ -160,6 +163,10 @@ class PageStore:
                     places[name] = Place(planned, (group.index, end))
         return Plan(found.hit.tokens, places, found.reason, found.request, found.hit.pin)
 
+    def find(self, block_hashes: Sequence[bytes], tokens: int) -> bool:
+        """Whether other processes have put more of a prefix into a shared directory than was known; may wait for it."""
+        return self.cache.find(self.blocks(block_hashes, tokens))
+
     def load(self, places: Sequence[Place]) -> Iterator[tuple[int, Bytes | MissReason]]:
         """The page of each place, by its number, in any order; verified, read-only, or why it is not there.
 
@@ -183,7 +190,7 @@ class PageStore:
 
     def _decoded(self, key: FrameKey, body: Bytes | MissReason) -> Mapping[str, Bytes] | MissReason:
         why = MissReason.QUARANTINED
-        for _ in range(len(self.cache.usage()) + 1):  # each tier may have a copy
+        for _ in range(COPIES_MAX):
             if isinstance(body, MissReason):
                 return body
             try:

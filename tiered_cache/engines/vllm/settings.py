@@ -43,6 +43,8 @@ class VllmSettings:
     """The server's secret for one tenant: engines with other salts share nothing."""
     load_deadline_s: float = 10.0
     """After so long a load has failed, and vLLM computes."""
+    search_deadline_s: float = 1.0
+    """How long a prompt may wait for whether other engines have left more of it in a shared directory."""
     store_deadline_s: float = 10.0
     """After so long vLLM's buffer is given back, whether or not a block was taken from it."""
     keep_deadline_s: float = 60.0
@@ -98,7 +100,7 @@ class VllmSettings:
 
     def check(self) -> None:
         """Raise `ConfigError` for a duration that is none."""
-        for name in ("load", "store", "keep", "start", "close"):
+        for name in ("load", "search", "store", "keep", "start", "close"):
             name += "_deadline_s"  # noqa: PLW2901
             if not 0 < getattr(self, name) <= 3600:
                 raise ConfigError(f"tiered_cache: {name} {getattr(self, name)} is not within 0 .. 3600 s")

@@ -37,7 +37,7 @@ from tiered_cache.engines.vllm.layout_of import layout_of
 from tiered_cache.engines.vllm.pages import ChunkName, PageStore, Place, Plan, Progress
 from tiered_cache.engines.vllm.settings import VllmSettings
 from tiered_cache.engines.vllm.workers import DaemonExecutor, TimedJob
-from tiered_cache.errors import MissReason
+from tiered_cache.errors import DeadlineError, MissReason
 from tiered_cache.service.build import build_cache
 
 METRIC = "vllm:tiered_cache_events"
@@ -55,6 +55,10 @@ class _Request:
         self.progress = Progress()
         self.plan: Plan | None = None
         self.planned_tokens = 0
+        self.searched = False
+        self.search: Future[bool] | None = None
+        """For what other processes have put into a shared directory."""
+        self.search_until_s = 0.0
         self.tokens_max: int | None = None
         """What a failed load has shown not to be there."""
         self.excluded = request.lora_request is not None
@@ -89,6 +93,8 @@ class TieredCacheTier(SecondaryTierManager):
         self._shown: Counter[str] = Counter()
         self._was_reset = False
         self._loads = DaemonExecutor(LOAD_THREADS, "tiered-cache-load")
+        self._searches = DaemonExecutor(1, "tiered-cache-search")
+        self._shared = self.settings.tiers.disk_dir is not None
         self._copies = DaemonExecutor(1, "tiered-cache-copy")
         self._keeps = DaemonExecutor(1, "tiered-cache-keep")
         self._encoders = DaemonExecutor(self.settings.tiers.executor_threads, "tiered-cache-encode")
@@ -153,6 +159,12 @@ class TieredCacheTier(SecondaryTierManager):
         if known is None:
             return
         tokens: int = request.num_tokens
+        if known.search is not None:
+            found = self._found(known)
+            if found is None:
+                return
+            if found:
+                self._end_plan(known)
         if known.plan is not None and known.planned_tokens == tokens:
             return
         self._end_plan(known)
@@ -170,6 +182,32 @@ class TieredCacheTier(SecondaryTierManager):
         known.plan = store.match(request.block_hashes, limit, self.settings.load_deadline_s)
         known.progress.request = known.plan.request
         known.progress.known_tokens = max(known.progress.known_tokens, known.plan.tokens)
+        if self._shared and not known.searched and known.tokens_max is None:
+            known.searched = True
+            if (limit - 1) // store.layout.block_tokens * store.layout.block_tokens > known.plan.tokens:
+                known.search_until_s = time.monotonic() + self.settings.search_deadline_s
+                known.search = self._searches.submit(self._search, store, list(request.block_hashes), limit - 1)
+
+    def _search(self, store: PageStore, block_hashes: Sequence[bytes], tokens: int) -> bool:
+        with until(Deadline.after(self.settings.search_deadline_s)):
+            return store.find(block_hashes, tokens)
+
+    def _found(self, known: _Request) -> bool | None:
+        """What has come of a request's search: more than was known, or nothing; None while there is time to wait."""
+        assert known.search is not None
+        if not known.search.done():
+            if time.monotonic() < known.search_until_s:
+                return None
+            self._count("searches.deadline")
+            self._missed_deadline()
+            known.search.cancel()
+            known.search = None
+            return False
+        error = known.search.exception()
+        found = error is None and known.search.result()
+        known.search = None
+        self._count("searches.failed" if error is not None else "searches.found" if found else "searches.empty")
+        return found
 
     def _end_plan(self, known: _Request) -> None:
         store = self.store
@@ -184,8 +222,11 @@ class TieredCacheTier(SecondaryTierManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         known = self._requests.get(req_context.req_id)
-        found = known is not None and known.plan is not None and key in known.plan.places
-        return LookupResult.HIT if found else LookupResult.MISS
+        if known is None or known.plan is None:
+            return LookupResult.MISS
+        if known.search is not None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if key in known.plan.places else LookupResult.MISS
 
     def on_request_finished(self, req_context: Any) -> None:
         known = self._requests.pop(req_context.req_id, None)
@@ -239,9 +280,13 @@ class TieredCacheTier(SecondaryTierManager):
                         store.layout.by_index[places[number].chunk[0]].write(page, self._rows[rows[number]])
                     loaded.append(keys[number])
                     bytes_ += page.nbytes
-        except Exception:  # noqa: BLE001 - whatever it was, vLLM computes
-            _log.exception("tiered-cache: a load failed")
-            self._count("loads.failed.error")
+        except Exception as error:  # noqa: BLE001 - whatever it was, vLLM computes
+            late = isinstance(error, DeadlineError)
+            if late:
+                self._missed_deadline()
+            else:
+                _log.exception("tiered-cache: a load failed")
+            self._count(f"loads.failed.{MissReason.DEADLINE if late else 'error'}")
             failed_end = min(place.chunk[1] for place in places)
         if failed_end is not None:
             self._failed_ends.put((req_id, failed_end))
@@ -366,7 +411,7 @@ class TieredCacheTier(SecondaryTierManager):
             self.store.cache.close()
 
     def _close_threads(self) -> None:
-        for executor in (self._loads, self._copies, self._keeps, self._encoders):
+        for executor in (self._loads, self._searches, self._copies, self._keeps, self._encoders):
             executor.shutdown(wait=False, cancel_futures=True)
 
     # Figures
