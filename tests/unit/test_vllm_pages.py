@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tiered_cache.cache import TieredCache
 from tiered_cache.check import check_directory
 from tiered_cache.config import TierSettings
+from tiered_cache.engines.vllm import pages
 from tiered_cache.engines.vllm.layout import Bytes, PageGroup, PageLayout
 from tiered_cache.engines.vllm.pages import PageStore, Plan, Progress
 from tiered_cache.engines.vllm.settings import VllmSettings, kv_transfer_config
@@ -90,11 +91,11 @@ def bring(store: PageStore, hashes: Sequence[bytes], wanted: Sequence[tuple[Page
     """One request's chunks, in so many jobs."""
     progress = Progress()
     for first in range(jobs):
-        pages = {}
+        brought = {}
         for group, end in wanted[first::jobs]:
             if store.wants(progress, (group.index, end)) and store.reserve(progress, group.page_bytes):
-                pages[group.index, end] = page_of(group, hashes[end // HASH_TOKENS - 1])
-        store.keep(progress, hashes, pages)
+                brought[group.index, end] = page_of(group, hashes[end // HASH_TOKENS - 1])
+        store.keep(progress, hashes, brought)
     store.finish(progress)
 
 
@@ -193,6 +194,14 @@ def test_states_and_rows_of_one_prompt_may_come_in_any_number_of_jobs(jobs: int,
     random.Random(jobs).shuffle(wanted)
     with opened(layout, tmp_path / "d") as store:
         bring(store, hashes, wanted, jobs)
+        assert loaded_tokens(store, hashes, 70) == 64
+
+
+def test_a_long_prompt_is_put_in_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "PUT_BYTES_MAX", 2500)
+    layout, hashes = layout_named("carry"), hashes_of(range(70))
+    with opened(layout, tmp_path / "d") as store:
+        bring(store, hashes, chunks(layout, 64))
         assert loaded_tokens(store, hashes, 70) == 64
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.platforms import current_platform
 
 from tiered_cache.errors import ConfigError
 from tiered_cache.identity import Identity, tagged_hash, weights_digest
@@ -73,7 +74,7 @@ def _settings(vllm_config: Any) -> dict[str, object]:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     speculative = vllm_config.speculative_config
     return {
-        "device": vllm_config.device_config.device_type,
+        "device": [vllm_config.device_config.device_type, str(current_platform.get_device_capability())],
         "dtype": str(model.dtype),
         "model": _document(model.hf_config.to_dict()),
         "quantization": _document(model.quantization_config),

@@ -40,6 +40,8 @@ from tiered_cache.tiers.base import Durability
 FETCH_BYTES_MAX = 64 << 20
 """How much of a load is held besides vLLM's buffer at once, apart from a single larger frame."""
 
+PUT_BYTES_MAX = 64 << 20
+"""How much is handed to the cache at once, and one frame more."""
 COPIES_MAX = 4
 """How many copies of a frame are tried that turn out to be bad: one in each tier, and one put meanwhile."""
 
@@ -282,11 +284,19 @@ class PageStore:
         return len(offer) not in {tokens for tokens, _ in grant.declined}
 
     def _batches(self, grant: Grant, progress: Progress) -> Iterator[dict[FrameKey, dict[str, Bytes]]]:
+        """The granted frames' arrays, so many at once that encoders and disks have something to do together."""
+        batch: dict[FrameKey, dict[str, Bytes]] = {}
+        size = 0
         for key in grant.keys:
             pages: dict[PageGroup, list[Bytes]] = {}
             for group, chunk in self._chunks(key):
                 pages.setdefault(group, []).append(progress.pages[chunk])
-            yield {key: {group.name: self.layout.join(group, found) for group, found in pages.items()}}
+            batch[key] = {group.name: self.layout.join(group, found) for group, found in pages.items()}
+            size += self.layout.geometry.frame_bytes(key.group, key.tokens)
+            if size > PUT_BYTES_MAX:
+                yield batch
+                batch, size = {}, 0
+        yield batch
 
     def _chunks(self, key: FrameKey) -> Iterator[tuple[PageGroup, ChunkName]]:
         for group in self.layout.groups_of(key.group):

@@ -55,7 +55,7 @@ class VllmSettings:
     """How long the engine's start waits for the weights' digest and the tiers; then it goes on without, until then."""
     close_deadline_s: float = 30.0
     """How long its end waits for what is still to be kept."""
-    held_bytes: int = 1 << 30
+    held_bytes: int = 4 << 30
     """How much may be held back of blocks that are not yet in a tier."""
     weights_are_fixed: bool = False
     """Go on after vLLM's caches were reset, as they are when weights are updated in place."""
