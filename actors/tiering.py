@@ -14,7 +14,7 @@ from tiered_cache.config import TierSettings
 from tiered_cache.errors import MissReason
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
-from tiered_cache.metrics import Sample, counter_samples, usage_samples
+from tiered_cache.metrics import Sample, counter_samples, health_samples, usage_samples
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import ObjectPlace, build_cache
 from tiered_cache.service.messages import Bytes, MatchReply, Prompt, SpillOffer, SpillResult
@@ -74,6 +74,7 @@ class TieringActor:
     def _samples(self) -> Iterator[Sample]:
         yield from counter_samples("cache", self.cache.counters())
         yield from usage_samples(self.cache.usage())
+        yield from health_samples(self.cache.health())
 
     def pins(self, *, deadline_s: float) -> int:
         """How many prefixes are kept for somebody."""

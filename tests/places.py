@@ -23,7 +23,7 @@ from serving import DEADLINE_S, MODELS
 from tiered_cache.cache import TieredCache, TierSlot
 from tiered_cache.codecs import Mode
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
-from tiered_cache.errors import IdentityError
+from tiered_cache.errors import IdentityError, TierError
 from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service.build import build_cache
@@ -154,8 +154,11 @@ class Store:
         self.tier = tier_of(cluster, name)
 
     def frames(self) -> dict[str, bytes]:
-        """All frames by path, descriptors left out."""
-        return {entry.path: self.read(entry.path) for entry in self.tier.list() if is_frame(entry.path)}
+        """All frames by path, descriptors left out, and what is deleted while they are read."""
+        paths = [entry.path for entry in self.tier.list() if is_frame(entry.path)]
+        answers = dict(zip(paths, self.tier.get([GetRequest(path) for path in paths]), strict=True))
+        assert not any(isinstance(answer, TierError) for answer in answers.values()), answers
+        return {path: bytes(answer) for path, answer in answers.items() if isinstance(answer, memoryview)}
 
     def read(self, path: str) -> bytes:
         (answer,) = self.tier.get([GetRequest(path)])

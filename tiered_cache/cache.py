@@ -67,6 +67,7 @@ from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
 from tiered_cache.policy.lifetimes import Lifetimes
 from tiered_cache.prefix_tree import plain_name
 from tiered_cache.tiers.base import Durability, GetAnswer, Reservation, Tier, TierUsage
+from tiered_cache.tiers.wrappers import TierHealth, health_of
 
 Bytes = npt.NDArray[np.uint8]
 HostArray = npt.NDArray[np.generic]
@@ -263,6 +264,9 @@ class SharedTier(Protocol):
 
     def get(self, keys: Sequence[FrameKey], known: Namespace) -> Sequence[GetAnswer]:
         """Stored bytes, one answer a key. What turns out to be gone is offered to nobody any more."""
+
+    def health(self) -> TierHealth:
+        """How this node's calls went."""
 
     def close(self) -> None: ...
 
@@ -1229,6 +1233,11 @@ class TieredCache:
     def usage(self) -> dict[str, TierUsage]:
         """Each tier's budget and what it holds."""
         return {level.name: level.tier.usage() for level in self._levels}
+
+    def health(self) -> dict[str, TierHealth]:
+        """How each tier's calls went, the shared one's among them, and which tier is left alone for a while."""
+        found = {level.name: health_of(level.tier) for level in self._levels}
+        return found if self._shared is None else found | {self._shared.name: self._shared.health()}
 
     def close(self) -> None:
         """Let go of the tiers; what they hold stays where it is durable."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tiered_cache.tiers.base import TierUsage
+from tiered_cache.tiers.wrappers import BreakerState, TierHealth
 
 CALL_SECONDS_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -61,6 +62,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "tiered_cache_tier_bytes": Family(
             Kind.GAUGE, ("tier", "kind"), "Of a tier's budget: used, reserved, quarantined, free, limit."
         ),
+        "tiered_cache_tier_calls": Family(Kind.COUNTER, ("tier", "call"), "Calls of a tier below host memory."),
+        "tiered_cache_tier_call_failures": Family(
+            Kind.COUNTER, ("tier", "call", "kind"), "Of these, answers that were an error, or a refusal for room."
+        ),
+        "tiered_cache_tier_busy_seconds": Family(Kind.COUNTER, ("tier", "call"), "How long its calls took together."),
+        "tiered_cache_tier_left_alone": Family(Kind.GAUGE, ("tier",), "1 while a tier's breaker is not closed."),
+        "tiered_cache_tier_breaker_opened": Family(Kind.COUNTER, ("tier",), "How often a tier's breaker has opened."),
         "tiered_cache_tier_entries": Family(Kind.GAUGE, ("tier",), "Frames and descriptors in a tier."),
         "tiered_cache_call_seconds": Family(Kind.HISTOGRAM, ("call", "outcome"), "How long a call took, and its end."),
     }
@@ -112,3 +120,16 @@ def usage_samples(usage: Mapping[str, TierUsage]) -> Iterator[Sample]:
         ):
             yield Sample("tiered_cache_tier_bytes", (tier, kind), bytes_)
         yield Sample("tiered_cache_tier_entries", (tier,), used.entries)
+
+
+def health_samples(health: Mapping[str, TierHealth]) -> Iterator[Sample]:
+    """How the calls of a node's tiers went, and which tiers are left alone."""
+    for tier, known in sorted(health.items()):
+        for call, figures in sorted(known.calls.items()):
+            yield Sample("tiered_cache_tier_calls", (tier, call), figures.calls)
+            yield Sample("tiered_cache_tier_call_failures", (tier, call, "error"), figures.errors)
+            yield Sample("tiered_cache_tier_call_failures", (tier, call, "refusal"), figures.refusals)
+            yield Sample("tiered_cache_tier_busy_seconds", (tier, call), figures.seconds)
+        if known.breaker is not None:
+            yield Sample("tiered_cache_tier_left_alone", (tier,), float(known.breaker is not BreakerState.CLOSED))
+            yield Sample("tiered_cache_tier_breaker_opened", (tier,), known.times_opened)

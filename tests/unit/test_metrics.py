@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -13,9 +14,13 @@ import yaml
 from serving import MODELS, serve, some_tokens
 
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
-from tiered_cache.metrics import FAMILIES, Kind, Sample, counter_samples, usage_samples
+from tiered_cache.errors import TierError
+from tiered_cache.metrics import FAMILIES, Kind, Sample, counter_samples, health_samples, usage_samples
 from tiered_cache.service.local import LocalCluster
-from tiered_cache.tiers.base import TierUsage
+from tiered_cache.service.shared import SharedStore
+from tiered_cache.testing.faults import Fault, FaultyTier
+from tiered_cache.tiers.base import Durability, TierUsage
+from tiered_cache.tiers.wrappers import BreakerTier
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
@@ -105,3 +110,27 @@ def test_dashboard_panels_do_not_overlap() -> None:
         assert not cells & taken, panel["title"]
         assert at["x"] + at["w"] <= 24
         taken |= cells
+
+
+def test_a_tiers_calls_and_its_breaker_are_told(tmp_path: Path) -> None:
+    tiers = TierSettings(
+        host_bytes=0, disk_dir=tmp_path / "frames", disk_bytes=4 << 20, object_url="memory:///", object_bytes=4 << 20
+    )
+    with LocalCluster(ClusterSettings(worker=WorkerSettings(engine=MODELS[0]), tiers=tiers)) as cluster:
+        serve(cluster, some_tokens(40), Durability.DISK)
+        found = {(sample.name, sample.labels): sample.value for sample in health_samples(cluster.cache.health())}
+        assert found["tiered_cache_tier_calls", ("disk", "put")] >= 1
+        assert found["tiered_cache_tier_busy_seconds", ("disk", "put")] > 0
+        assert found["tiered_cache_tier_call_failures", ("disk", "put", "error")] == 0
+        assert found["tiered_cache_tier_left_alone", ("object",)] == 0
+        assert isinstance(cluster.cache._shared, SharedStore)
+        breaker = cluster.cache._shared.store.inner
+        assert isinstance(breaker, BreakerTier)
+        breaker.inner = FaultyTier(breaker.inner, rates={Fault.ERROR: 1.0})
+        for _ in range(10):
+            with contextlib.suppress(TierError):
+                breaker.stat(["a/b"])
+        found = {(sample.name, sample.labels): sample.value for sample in health_samples(cluster.cache.health())}
+        assert found["tiered_cache_tier_left_alone", ("object",)] == 1
+        assert found["tiered_cache_tier_breaker_opened", ("object",)] == 1
+    assert {name for name, _ in found} <= FAMILIES.keys()

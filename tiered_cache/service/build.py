@@ -46,7 +46,8 @@ def build_cache(
     if settings.host_bytes:
         slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy, settings.seed)))
     if settings.disk_dir is not None:
-        disk = _in_time(DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync), DISK_DEADLINE_S)
+        place = DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync)
+        disk = MeteredTier(_in_time(place, DISK_DEADLINE_S))
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
     cache = TieredCache(slots, executor, shared=shared, clock=clock)

@@ -29,6 +29,7 @@ from tiered_cache.policy.base import Hints
 from tiered_cache.prefix_tree import plain_name
 from tiered_cache.service.messages import CataloguePort, Lease
 from tiered_cache.tiers.base import GetAnswer, GetRequest, PutItem, PutOutcome, Tier
+from tiered_cache.tiers.wrappers import TierHealth, health_of
 
 PUT_ATTEMPTS = 3
 """How often a frame is put whose place is taken by something bad."""
@@ -102,6 +103,10 @@ class SharedStore:
             except TieredCacheError as error:
                 _log.warning("%s: %d absent frames could not be reported: %s", self.name, len(absent), error.message)
         return answers
+
+    def health(self) -> TierHealth:
+        """How this node's calls of the store went."""
+        return health_of(self.store)
 
     def close(self) -> None:
         self.store.close()

@@ -18,10 +18,10 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -506,6 +506,29 @@ class MeteredTier(WrappedTier):
                 old.seconds + (seconds or 0.0),
                 tuple(buckets),
             )
+
+
+class TierHealth(NamedTuple):
+    """What the wrappers around one tier know of it."""
+
+    calls: Mapping[str, CallFigures]
+    """As `MeteredTier.figures` gives them; empty if it is not metered."""
+    breaker: BreakerState | None
+    """None if it has no breaker."""
+    times_opened: int
+
+
+def health_of(tier: Tier) -> TierHealth:
+    """What the wrappers around a tier know of it, whichever there are."""
+    calls: Mapping[str, CallFigures] = {}
+    breaker, times_opened = None, 0
+    while isinstance(tier, WrappedTier):
+        if isinstance(tier, MeteredTier):
+            calls = tier.figures()
+        elif isinstance(tier, BreakerTier):
+            breaker, times_opened = tier.state, tier.times_opened
+        tier = tier.inner
+    return TierHealth(calls, breaker, times_opened)
 
 
 def _page(entries: Iterator[TierEntry]) -> Sequence[TierEntry]:
