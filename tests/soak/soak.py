@@ -12,13 +12,16 @@ wrong. What grows is told from minutes, not from seconds: pools of threads fill 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import random
+import resource
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +56,15 @@ RESTARTS_MIN, RESTARTS_PER_MINUTE = 10, 1
 SAMPLES_MIN, SAMPLE_S_MAX = 200, 5.0
 WARM_UP = 0.25
 """Of a run: caches fill, and memory for the metadata of what came and went grows to its bounds."""
-RSS_GROWTH_BYTES, RSS_GROWTH = 24 << 20, 0.05
+RSS_GROWTH_BYTES, RSS_GROWTH = 16 << 20, 0.05
 COUNT_GROWTH = 8
 
 
+_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's
+
+
 class Sample(NamedTuple):
-    """What the process has now."""
+    """What the process has now; of memory, without what its allocator has freed and keeps for later."""
 
     at_s: float
     rss_bytes: int
@@ -67,6 +73,8 @@ class Sample(NamedTuple):
 
     @staticmethod
     def now(started_s: float) -> Sample:
+        gc.collect()
+        _trim(0)
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return Sample(
             time.monotonic() - started_s,
@@ -260,6 +268,7 @@ def tell(report: Report) -> None:
     for name, (early, late, most) in report.trends().items():
         peak = max(getattr(sample, name) for sample in report.samples)
         print(f"{name}: {early:,.0f} after the warm-up, {late:,.0f} at the end (bound {most:,.0f}), {peak:,} at most")
+    print(f"most memory at any moment: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024:,} bytes")
     print("; ".join(report.failures()) or "nothing grew")
 
 
