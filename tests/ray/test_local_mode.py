@@ -117,9 +117,9 @@ def test_no_lock_is_held_when_a_call_leaves(local_mode: None, monkeypatch: pytes
     watch = LockWatch(monkeypatch)
     call = Port.call
 
-    def watched(self: Port, kind: type, method: str, *args: object, deadline_s: float) -> object:
+    def watched(self: Port, kind: type, method: str, *args: object, deadline_s: float, **options: object) -> object:
         watch.leaving(method)
-        return call(self, kind, method, *args, deadline_s=deadline_s)
+        return call(self, kind, method, *args, deadline_s=deadline_s, **options)
 
     monkeypatch.setattr(Port, "call", watched)
     with start_cluster(MODEL, host_bytes=100_000, disk_dir=tmp_path / "tiers", disk_bytes=8 << 20) as cluster:
