@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from actors.inline import in_local_mode
 from actors.metrics import ActorMetrics
 from actors.names import ClusterName
 from tiered_cache.cache import PlannedFrame
@@ -29,7 +30,8 @@ class TieringActor:
         executor = ThreadPoolExecutor(settings.executor_threads, thread_name_prefix="tiering")
         catalogue = cluster.catalogue() if settings.object_url is not None else None
         shared = ObjectPlace(settings).shared(catalogue) if catalogue else None
-        self.cache = build_cache(settings, executor, shared=shared, clock=time.monotonic)
+        ahead = None if in_local_mode() else ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        self.cache = build_cache(settings, executor, ahead=ahead, shared=shared, clock=time.monotonic)
         self.tiering = TieringService(self.cache, node=node, owners=cluster.owner, catalogue=catalogue)
         self._metrics = ActorMetrics(cluster.name, self._samples)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ from tiered_cache.tiers.base import (
 from tiered_cache.tiers.disk import DiskTier, SyncPolicy
 from tiered_cache.tiers.host import HostTier
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 BLOCK = 4
@@ -68,6 +70,30 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+class SteppedExecutor(Executor):
+    """Does what was submitted when a test says so, on the test's thread."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Callable[[], object]] = []
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        future: Future[_T] = Future()
+
+        def job() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(fn(*args, **kwargs))
+
+        self._jobs.append(job)
+        return future
+
+    def step(self) -> int:
+        """How many jobs that were."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job()
+        return len(jobs)
 
 
 def some_tokens(count: int, seed: int = 0) -> Tokens:
@@ -252,14 +278,18 @@ def open_disk(directory: Path, bytes_max: int = 8 << 20, sync: SyncPolicy = Sync
 
 @contextmanager
 def node(
-    *tiers: Tier, clock: Clock | None = None, geometries: Iterable[Geometry] = (MIXED,), checked: bool = True
+    *tiers: Tier,
+    clock: Clock | None = None,
+    geometries: Iterable[Geometry] = (MIXED,),
+    checked: bool = True,
+    ahead: Executor | None = None,
 ) -> Iterator[TieredCache]:
     """A cache over these tiers, as a node starts it; its books are checked at the end."""
     with ThreadPoolExecutor(2) as executor:
         slots = [
             TierSlot(tier, LruPolicy(), Mode.RAW if tier.durability is Durability.HOST else Mode.FAST) for tier in tiers
         ]
-        cache = TieredCache(slots, executor, clock=clock or Clock())
+        cache = TieredCache(slots, executor, ahead=ahead, clock=clock or Clock())
         try:
             cache.recover()
             for geometry in geometries:
@@ -311,7 +341,12 @@ def check_books(
         frames = {entry.path: entry.bytes for entry in level.tier.list() if is_known(cache, entry.path)}
         doomed = {key_of(name).path() for name in level._doomed}
         listed_paths = {key_of(name).path(): size for name, size in listed.items()}
-        there = frames.keys() - doomed
+        staged = {key_of(name).path() for name in level.staged}
+        assert level.staging_bytes == 0
+        assert level.staged_bytes == sum(level.tier.footprint(found.bytes) for found in level.staged.values())
+        assert not staged & (doomed | listed_paths.keys())
+        assert staged <= frames.keys() | set(stolen)
+        there = frames.keys() - doomed - staged
         assert there - set(strays) <= listed_paths.keys()
         assert listed_paths.keys() - frames.keys() <= set(stolen)
         unchanged = (there & listed_paths.keys()) - set(stolen)
@@ -375,6 +410,7 @@ def forget_everything(cache: TieredCache) -> None:
         others += [entry.bytes for entry in level.tier.quarantined()]
         cache.trim(level.name, sum(map(level.tier.footprint, others)))
         level.drop((prefix, RemovalReason.DISCARDED) for prefix in reversed(list(level.view)))
+        level.unstage(list(level.staged))
         level.tidy()
     tree = cache._index._tree
     assert {node.depth for node in tree.nodes.values()} <= {0}

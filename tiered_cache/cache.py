@@ -3,7 +3,9 @@
 A spill is `admit` (what is wanted, and room for it), then `spill` (keep it, acknowledge it), or `abandon`. A restore is
 `match` (the longest restorable prefix, pinned) and `fetch`. Under pressure the policy of a tier names checkpoints to
 drop; they are written to the tier below, read back there, and only then dropped above: a frame is never in neither
-place. What a policy is asked about is the checkpoint; which frames that means is the index's arithmetic.
+place. If there is an executor for that, it writes copies below ahead of need (`_copy_ahead`), so that little is left to
+do when the policy has chosen; what it chooses does not depend on that. What a policy is asked about is the checkpoint;
+which frames that means is the index's arithmetic.
 
 Below a node's own tiers there may be one that all nodes share (`SharedTier`). Its index is not here, so that look-ups
 do not find what it holds; spills and what the last own tier drops go there, and `fetch` reads what is not here there.
@@ -24,7 +26,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -77,6 +79,12 @@ RUNNING_TOKENS_MAX = 1 << 24
 """How many tokens of requests between look-up and spill are remembered; the oldest requests go first."""
 ROOM_ATTEMPTS = 3
 """How often room is made for one spill, if others take what was freed."""
+AHEAD_SHARE = 1 / 4
+"""Of a tier's budget, how much the tier below may hold of copies ahead of need, if that is no more than `AHEAD_MAX`."""
+AHEAD_MAX = 1 / 16
+"""Of its own budget."""
+LIKELY_MAX = 1 << 12
+"""How many checkpoints are looked at when copies are made ahead of need."""
 PART_S = 30.0
 """The longest that one tier is waited for in what another could do without."""
 ENCODE_S = 60.0
@@ -330,13 +338,15 @@ class TieredCache:
         slots: Sequence[TierSlot],
         executor: Executor,
         *,
+        ahead: Executor | None = None,
         shared: SharedTier | None = None,
         lends: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`executor` runs the encoding for slow tiers; it stays the caller's. Tiers become the cache's to close.
+        """`executor` runs the encoding for slow tiers, `ahead` the copying ahead of need, which is not done without.
 
-        With `lends` there is one tier, which others fill: see `lend`.
+        Both stay the caller's. Tiers become the cache's to close. With `lends` there is one tier, which others fill:
+        see `lend`.
         """
         assert slots or shared
         assert len(slots) == 1 or not lends
@@ -351,6 +361,9 @@ class TieredCache:
         self._order = {level.name: number for number, level in enumerate(levels)}
         self._shared = shared
         self._executor = executor
+        self._ahead = ahead
+        self._ahead_runs = self._ahead_again = self._closed = False
+        self._ahead_job: Future[None] | None = None
         self._clock = clock
         self._running: OrderedDict[int, _Running] = OrderedDict()
         self._running_tokens = 0
@@ -715,6 +728,7 @@ class TieredCache:
             return [receipt for target in grant.targets for receipt in target.receipts] + receipts
         finally:
             self.abandon(grant)
+            self._run_ahead()
 
     def _keep(
         self, grant: Grant, offer: Offer, arrays: Mapping[FrameKey, Mapping[str, HostArray]], known: Namespace
@@ -957,7 +971,7 @@ class TieredCache:
             self._verify_support(level, chain, known)
         new: list[Candidate] = []
         for _ in range(ROOM_ATTEMPTS):
-            free_bytes = level.tier.usage().bytes_free
+            free_bytes = self._bytes_free(level)
             with self._lock:
                 new, own, refused = self._candidates(level, chain, stops, known)
                 if not new:
@@ -975,6 +989,10 @@ class TieredCache:
                     level.tidy()
                 if not taken:
                     return refused
+                if isinstance(chain, Offer) and chain.private:  # what is staged may be another computation's
+                    level.unstage(names)
+                else:
+                    names = level.list_staged(names)
                 room = level.tier.reserve([known.frame_bytes(name.group, name.tokens) for name in names])
             except CapacityError:  # somebody else was faster, or a reader still holds what was dropped
                 level.release(claims)
@@ -1052,13 +1070,28 @@ class TieredCache:
     def _make_room(self, level: Level, bytes_: int) -> None:
         """Drop what the policy chooses until so much is free, as far as that is possible."""
         level.tidy()
-        free_bytes = level.tier.usage().bytes_free - bytes_
+        free_bytes = self._bytes_free(level) - bytes_
         if free_bytes < 0:
             with self._lock:
                 proposal = self._propose(level, [], free_bytes)
             self._evict(level, proposal.drop)
             if level.lends:
                 level.tidy()
+
+    def _bytes_free(self, level: Level) -> int:
+        """What a policy may use: without the room for copies ahead, whether there are any or not."""
+        ahead = self._bytes_ahead(level)
+        if level.staged_bytes > ahead:
+            level.unstage(list(level.staged))
+        return level.tier.usage().bytes_free + level.staged_bytes + level.staging_bytes - ahead
+
+    def _bytes_ahead(self, level: Level) -> int:
+        """How much a tier may hold of copies ahead of need of what is in the tier above."""
+        number = self._order[level.name]
+        if not number:
+            return 0
+        above = self._levels[number - 1]
+        return min(int(above.tier.bytes_max * AHEAD_SHARE), int(level.tier.bytes_max * AHEAD_MAX))
 
     def trim(self, tier: str, bytes_max: int) -> None:
         """Change a tier's budget; what no longer fits is dropped now, as its policy chooses, before anything is put."""
@@ -1147,6 +1180,89 @@ class TieredCache:
             if loan is not None:
                 loan.end()
 
+    # Ahead of need
+
+    def _run_ahead(self) -> None:
+        """Copy ahead on the executor for that, which runs at most once at a time."""
+        if self._ahead is None:
+            return
+        with self._lock:
+            self._ahead_again = self._ahead_runs
+            if self._ahead_runs or self._closed:
+                return
+            self._ahead_runs = True
+        self._ahead_job = self._ahead.submit(self._keep_ahead)
+
+    def _keep_ahead(self) -> None:
+        while True:
+            try:
+                for level in self._levels:
+                    if level.below is not None:
+                        self._copy_ahead(level, level.below)
+            except TieredCacheError as error:
+                self._count("errors.ahead")
+                _log.warning("copying ahead: %s", error.message)
+            except Exception:  # noqa: BLE001 - it would be seen by nobody
+                self._count("errors.ahead")
+                _log.exception("copying ahead")
+            with self._lock:
+                self._ahead_runs = self._ahead_again and not self._closed
+                self._ahead_again = False
+                if not self._ahead_runs:
+                    self._state.freed.notify_all()
+                    return
+
+    def _copy_ahead(self, level: Level, below: Level) -> None:
+        """Write what is likely to be dropped next to the tier below and read it back, while a tier is nearly full.
+
+        What policies decide is not touched: the copies are staged, and the tier below has room set apart for them. They
+        go when what they are copies of has gone, or is far from being dropped.
+        """
+        below.tidy()
+        bytes_ahead = self._bytes_ahead(below)
+        if self._bytes_free(level) >= bytes_ahead:
+            return
+        with self._lock:
+            likely = list(itertools.islice(level.policy.foresee(level.view), LIKELY_MAX))
+        needed: dict[FrameName, None] = {}
+        size = 0
+        for prefix in likely:
+            names, known = self._to_copy(prefix, level, below)
+            if known is None:
+                continue
+            needed.update(dict.fromkeys(names))
+            new = [name for name in names if name not in below.staged]
+            sizes = [known.frame_bytes(name.group, name.tokens) for name in new]
+            size = below.staged_bytes + sum(map(below.tier.footprint, sizes))
+            if size > bytes_ahead:
+                break
+            if new:
+                self._stage(new, level, below, known)
+            if self._closed:
+                return
+        if size > bytes_ahead:
+            unlikely = [name for name in below.staged if name not in needed]
+            below.unstage(unlikely)
+
+    def _to_copy(self, prefix: PrefixId, level: Level, below: Level) -> tuple[list[FrameName], Namespace | None]:
+        """What the tier below lacks of a checkpoint that could move there; no namespace if it could not."""
+        with self._lock:
+            chain = self._index.chain_to(prefix) if prefix in level.view else None
+            if chain is None:
+                return [], None
+            assert isinstance(chain.namespace, bytes)
+            missing = self._index.missing(chain, len(chain), below.name)
+            if not all(self._index.holds(name, level.name) for name in missing):
+                return [], None
+            return missing, self._state.namespace(chain.namespace)
+
+    def _stage(self, names: Sequence[FrameName], level: Level, below: Level, known: Namespace) -> None:
+        recoded = partial(self._recoded, level, below.mode, known=known)
+        sizes = [known.frame_bytes(name.group, name.tokens) for name in names]
+        with until(Deadline.after(PART_S)):
+            self._describe(below, known)
+            below.stage(sizes, (self._encoded(below.mode, recoded, batch) for batch in known.batches(names)))
+
     def _recoded(self, source: Level, mode: Mode, name: FrameName, *, known: Namespace) -> StoredFrame:
         """A frame as it lies in one tier, checked and encoded for another."""
         key = key_of(name)
@@ -1217,7 +1333,8 @@ class TieredCache:
         for level in self._levels:
             if level.tier.durability is not Durability.HOST:
                 found += level.adopt()
-                self._make_room(level, 0)
+                if level.tier.usage().bytes_free < 0:
+                    self._make_room(level, 0)
         return found
 
     # Figures
@@ -1241,6 +1358,10 @@ class TieredCache:
 
     def close(self) -> None:
         """Let go of the tiers; what they hold stays where it is durable."""
+        with self._lock:
+            self._closed = True
+            self._ahead_runs = self._ahead_runs and not (self._ahead_job is not None and self._ahead_job.cancel())
+            self._state.freed.wait_for(lambda: not self._ahead_runs, PART_S)
         for level in self._levels:
             level.tier.close()
         if self._shared is not None:

@@ -11,6 +11,8 @@ out to be bad passes through here:
 - A tier that `lends` gets its frames from others, who put them there under names that were lent to them: nothing with
   such a name is deleted meanwhile. It is slow and shared, so that nobody waits there while something is deleted, but
   who needs the room.
+- Copies of what the level above holds may be put ahead of need: *staged*, they are read back, but not listed, and no
+  policy knows of them, until the checkpoint that they belong to really moves; then they only need to be listed.
 - A call that nobody waits for any more keeps its names until it has ended.
 - Who asks for a frame that is being read already gets the same bytes, or the same error: it is read once for all.
 
@@ -213,6 +215,12 @@ class Level:
         self._flights: dict[str, _Flight] = {}  # what is being read, by path
         self._waiting = 0
         self._doomed: dict[FrameName, None] = {}  # may be there and are not listed
+        self.staged: dict[FrameName, _Found] = {}
+        """Sound copies of frames of the level above that are here and not listed."""
+        self.staged_bytes = 0
+        """What the tier charges for them."""
+        self.staging_bytes = 0
+        """What it charges for those that are on their way in or out."""
         self._described: set[bytes] = set()  # namespaces whose descriptor is there
         self._strange: set[bytes] = set()  # namespaces of which there are frames and no sound descriptor
 
@@ -301,6 +309,7 @@ class Level:
             for name, bytes_, lineage, verified in found:
                 checkpoint = _checkpoint_of(name)
                 there = checkpoint in view
+                self._take_staged([name])
                 try:
                     self._index.insert(name, self.name, self.tier.footprint(bytes_), lineage)
                 except IdentityError:
@@ -396,6 +405,91 @@ class Level:
             raise IdentityError("another prefix has this name", key_of(contradicting[0]).path(), self.name)
         return created, there
 
+    # Ahead of need
+
+    def stage(self, sizes: Sequence[int], batches: Iterable[Sequence[StoredFrame]]) -> None:
+        """Put copies of frames of the level above and read them back; those that are listed are left alone.
+
+        `sizes`: how large each is at most. Raises what the tier raises.
+        """
+        with self.tier.reserve(sizes) as room:
+            bytes_ = room.bytes
+            with self._state.lock:
+                self.staging_bytes += bytes_
+            try:
+                for frames in batches:
+                    bytes_ -= self._stage(frames, room)
+            finally:
+                room.release()
+                with self._state.lock:
+                    self.staging_bytes -= bytes_
+
+    def _stage(self, frames: Sequence[StoredFrame], room: Reservation) -> int:
+        """At most a batch; how many of the bytes on their way are staged now."""
+        names = [stored.name for stored in frames]
+        leftover: list[FrameName] = []
+        try:
+            with self._alone(names):
+                with self._state.lock:
+                    held = self._index.holds
+                    frames = [f for f in frames if f.name not in self.staged and not held(f.name, self.name)]
+                names = [stored.name for stored in frames]
+                try:
+                    self.tier.put([PutItem(stored.key.path(), stored.buffers) for stored in frames], room)
+                except TieredCacheError as error:
+                    self._keep_late(names, error)
+                    self._doom(names)
+                    raise
+                reading = self._read(names) if names else _Reading([], [], [], [])
+                leftover += self._set_aside(reading)
+                with self._state.lock:
+                    sound = [found for found in reading.sound if not self._index.holds(found.name, self.name)]
+                    for found in sound:
+                        self.staged[found.name] = found
+                        self._doomed.pop(found.name, None)
+                    bytes_ = sum(self.tier.footprint(found.bytes) for found in sound)
+                    self.staged_bytes += bytes_
+                    self.staging_bytes -= bytes_
+                    self._state.counters[f"ahead.{self.name}.copied"] += len(sound)
+                if reading.errors:
+                    self._doom([name for name in names if name not in self.staged])
+                    raise reading.errors.pop()
+                return bytes_
+        finally:
+            self.delete(leftover)
+
+    def list_staged(self, names: Sequence[FrameName]) -> list[FrameName]:
+        """List those of the frames of one checkpoint that are staged; returns those that still have to come.
+
+        Its own frame is listed when nothing else of it is missing, as always.
+        """
+        with self._state.lock:
+            left = [name for name in names if name not in self.staged]
+            if left:
+                left = [name for name in names if name in left or name.group == CHECKPOINT]
+            found = self._take_staged([name for name in names if name not in left])
+            self._state.counters[f"ahead.{self.name}.used"] += len(found)
+            contradicting = self._list(found, "put")
+            self._doom(contradicting)
+            return left + contradicting
+
+    def unstage(self, names: Iterable[FrameName]) -> None:
+        """Delete staged copies."""
+        with self._state.lock:
+            bytes_ = self.staged_bytes
+            found = self._take_staged(list(names))
+            bytes_ -= self.staged_bytes
+            self.staging_bytes += bytes_
+            self._state.counters[f"ahead.{self.name}.dropped"] += len(found)
+        self.delete([each.name for each in found])
+        with self._state.lock:
+            self.staging_bytes -= bytes_
+
+    def _take_staged(self, names: Sequence[FrameName]) -> list[_Found]:
+        found = [self.staged.pop(name) for name in names if name in self.staged]
+        self.staged_bytes -= sum(self.tier.footprint(each.bytes) for each in found)
+        return found
+
     # Out
 
     def drop(self, chosen: Iterable[tuple[PrefixId, RemovalReason]], *, at_leisure: bool = False) -> None:
@@ -447,7 +541,9 @@ class Level:
         try:
             with self._alone(names):
                 with self._state.lock:
-                    gone = [n for n in names if not self._index.holds(n, self.name) and n not in self._lent]
+                    held = self._index.holds
+                    kept = self.staged.keys() | self._lent.keys() if self._lent else self.staged
+                    gone = [n for n in names if n not in kept and not held(n, self.name)]
                 try:
                     self.tier.delete([key_of(name).path() for name in gone])
                 except TierError as error:

@@ -24,6 +24,7 @@ from spilling import (
     NO_HINTS,
     Clock,
     State,
+    SteppedExecutor,
     check_books,
     forget_everything,
     held,
@@ -134,7 +135,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.tiers = [UnlockedTier(tier, self.life) for tier in (self.host_tier, self.disk_tier)]
         self.spies = [Spy(), Spy()]
         slots = [TierSlot(self.tiers[0], self.spies[0]), TierSlot(self.tiers[1], self.spies[1], Mode.FAST)]
-        self.cache = TieredCache(slots, self.executor, clock=self.clock)
+        self.ahead = SteppedExecutor()
+        self.cache = TieredCache(slots, self.executor, ahead=self.ahead, clock=self.clock)
         for tier in self.tiers:
             tier.holds_lock = self.cache._lock._is_owned  # type: ignore[attr-defined]
         self.cache.recover()
@@ -296,9 +298,17 @@ class CacheMachine(RuleBasedStateMachine):
         self.clock.now_s += seconds
 
     @rule()
+    def copy_ahead(self) -> None:
+        """What was asked for since the last time."""
+        self.ahead.step()
+
+    @rule()
     def restart(self) -> None:
         """A new process on the same disk; who had something from the old one has lost it."""
-        on_disk = held(self.cache, "disk").keys() | self.cache._levels[1]._doomed.keys()
+        disk = self.cache._levels[1]
+        on_disk = held(self.cache, "disk").keys() | disk._doomed.keys() | disk.staged.keys()
+        self.ahead.step()
+        on_disk |= disk.staged.keys()
         promised = {made: state for made, (state, durability) in self.surviving().items() if durability is DISK}
         for tier in self.tiers:
             tier.rates = {}
@@ -353,6 +363,7 @@ class CacheMachine(RuleBasedStateMachine):
                 tier.rates = {}
             for opened in self.open:
                 self.cache.abandon(opened.grant)
+            self.ahead.step()
             forget_everything(self.cache)
             check_books(self.cache, over=("host", "disk"), stolen=self.stolen)
             self.cache.close()

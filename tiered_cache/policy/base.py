@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered_cache.errors import ConfigError
@@ -106,6 +106,10 @@ class CachePolicy(ABC):
         resident: TierView,
     ) -> None:
         """Checkpoints came into the tier, shorter ones first, or left it: proposed, lost or recovered."""
+
+    def foresee(self, resident: TierView) -> Iterable[PrefixId]:  # noqa: ARG002
+        """What may go next, the likeliest first, to be copied ahead of need: a guess that changes no later decision."""
+        return ()
 
     @abstractmethod
     def state_bytes(self) -> int:

@@ -12,7 +12,7 @@ sample goes first, the new one among them. Of the hints, `returns_in_s` is belie
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 from tiered_cache.policy.base import Hints, Proposal, Request
@@ -106,7 +106,12 @@ class DefaultPolicy(MirrorPolicy):
             return None
         worths = self.predictor.worths(nodes, now_s)
         scores = [worth * self._saved_per_byte(node) for worth, node in zip(worths, nodes, strict=True)]
-        return nodes[min(range(len(nodes)), key=scores.__getitem__)]
+        return self.least(nodes, scores)
+
+    def foresee(self, resident: TierView) -> Iterable[PrefixId]:
+        if not self.floor.follows_lru:
+            return super().foresee(resident)
+        return [prefix for node in self._recency for prefix in self.prefixes_at(node)]
 
     def returned(self, node: GhostNode) -> None:
         self._recency.put_back(node)

@@ -7,6 +7,7 @@ is the traffic of the last thousand requests or so. After a turn with LRU the po
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from tiered_cache.index import Chain
 from tiered_cache.policy.ghost import GhostNode, GhostTree
@@ -40,6 +41,9 @@ class Recency:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[GhostNode]:
+        return iter(self._order)
 
     def pop(self) -> GhostNode | None:
         """The least recently used one that is still held, taken out of the order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
@@ -60,6 +60,9 @@ class LruPolicy(CachePolicy):
         for prefix, _ in dropped:
             self._used.pop(prefix, None)
         self._use([prefix for prefix in reversed(added) if prefix in resident], resident)
+
+    def foresee(self, resident: TierView) -> Iterable[PrefixId]:
+        return iter(self._used)
 
     def state_bytes(self) -> int:
         return sys.getsizeof(self._used) + len(self._used) * _ENTRY_BYTES

@@ -106,7 +106,8 @@ class MarconiPolicy(MirrorPolicy):
             return next(iter(shadow.own_bytes), None)
         recency = np.array([1.0 / (self._step + 1 - self._used.get(node, 0)) for node in nodes])
         efficiency = np.array([self._flops_per_byte(node, shadow) for node in nodes])
-        return nodes[int(np.argmin(_scaled(recency) + alpha * _scaled(efficiency)))]
+        scores = _scaled(recency) + alpha * _scaled(efficiency)
+        return self.least(nodes, list(scores)) if shadow is self.held else nodes[int(np.argmin(scores))]
 
     def _flops_per_byte(self, node: GhostNode, shadow: Shadow) -> float:
         parent = node.parent

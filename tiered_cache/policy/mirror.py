@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 from tiered_cache.policy.base import CachePolicy, Proposal
@@ -19,6 +19,10 @@ from tiered_cache.policy.room import fit
 from tiered_cache.policy.shadow import Shadow
 from tiered_cache.prefix_tree import Trial
 
+NEAR_MAX = 256
+"""How many nodes are remembered that were nearly chosen to go."""
+NEAR_SHARE = 4
+"""Of a sample, one in so many is among them."""
 EXPECTED_MAX = 1024
 """How many checkpoints that may come are remembered; the oldest are forgotten."""
 _PLACE_BYTES = 300
@@ -39,6 +43,8 @@ class MirrorPolicy(CachePolicy):
         self._expected: OrderedDict[PrefixId, GhostNode] = OrderedDict()
         """Of what may come."""
         self._own_bytes: dict[PrefixId, int] = {}
+        self._near: OrderedDict[GhostNode, float] = OrderedDict()
+        """With the scores that they had then."""
 
     @abstractmethod
     def choose(self, now_s: float) -> GhostNode | None:
@@ -46,6 +52,24 @@ class MirrorPolicy(CachePolicy):
 
     def returned(self, node: GhostNode) -> None:
         """A node that was chosen is in `held` again: it was only a proposal."""
+
+    def least(self, nodes: Sequence[GhostNode], scores: Sequence[float]) -> GhostNode:
+        """The node of the least score; those that come next are remembered, as they may go next."""
+        order = sorted(range(len(nodes)), key=scores.__getitem__)
+        for number in order[1 : 1 + len(nodes) // NEAR_SHARE]:
+            self._near[nodes[number]] = scores[number]
+            self._near.move_to_end(nodes[number])
+        while len(self._near) > NEAR_MAX:
+            self._near.popitem(last=False)
+        return nodes[order[0]]
+
+    def foresee(self, resident: TierView) -> Iterable[PrefixId]:
+        nodes = sorted((node for node in self._near if node in self.held), key=self._near.__getitem__)
+        return [prefix for node in nodes for prefix in self.prefixes_at(node)]
+
+    def prefixes_at(self, node: GhostNode) -> Sequence[PrefixId]:
+        """The tier's checkpoints at a node."""
+        return self._prefixes.get(node, ())
 
     def node_of(self, prefix: PrefixId) -> GhostNode | None:
         """Where the tier's checkpoint of this name is."""
@@ -146,6 +170,7 @@ class MirrorPolicy(CachePolicy):
             self.expect(chain, match.tokens)
             self._own_bytes[match.prefix] = resident.sole_support(match.prefix).bytes
             self._place(match.prefix)
+        self._near.pop(self._places[match.prefix], None)
         return self._places[match.prefix]
 
     def state_bytes(self) -> int:

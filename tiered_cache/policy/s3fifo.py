@@ -8,9 +8,10 @@ used since another turn. Checkpoints are taken where LRU takes them.
 # ruff: noqa: ARG002
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tiered_cache.index import Candidate, Chain, Match, PrefixId, RemovalReason, TierView
 from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
@@ -113,6 +114,9 @@ class S3FifoPolicy(CachePolicy):
             self._ghosts[prefix] = None
             if len(self._ghosts) > GHOSTS_MAX:
                 self._ghosts.popitem(last=False)
+
+    def foresee(self, resident: TierView) -> Iterable[PrefixId]:
+        return itertools.chain(self._small, self._main)
 
     def state_bytes(self) -> int:
         return _ENTRY_BYTES * (len(self._uses) + len(self._ghosts))

@@ -36,10 +36,16 @@ if TYPE_CHECKING:
 
 
 def build_cache(
-    settings: TierSettings, executor: Executor, *, clock: Clock, shared: SharedStore | None = None
+    settings: TierSettings,
+    executor: Executor,
+    *,
+    ahead: Executor | None = None,
+    shared: SharedStore | None = None,
+    clock: Clock,
 ) -> TieredCache:
     """A node's own tiers, with what they hold found again, and the cluster's object store below them, if there is one.
 
+    `executor` encodes, `ahead` copies to the tier below ahead of need; without it, that is done when it is needed.
     Raises `ConfigError` for a place that can never serve.
     """
     slots = []
@@ -50,7 +56,7 @@ def build_cache(
         disk = MeteredTier(_in_time(place, DISK_DEADLINE_S))
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
-    cache = TieredCache(slots, executor, shared=shared, clock=clock)
+    cache = TieredCache(slots, executor, ahead=ahead, shared=shared, clock=clock)
     cache.recover()
     return cache
 
