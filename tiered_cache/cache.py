@@ -51,6 +51,7 @@ from tiered_cache.errors import (
 from tiered_cache.frame import EncodedFrame, Frame
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, FrameKey, Identity, PrefixChain
+from tiered_cache.in_flight import IN_FLIGHT_BYTES, BytesInFlight
 from tiered_cache.index import (
     Candidate,
     Chain,
@@ -341,12 +342,14 @@ class TieredCache:
         ahead: Executor | None = None,
         shared: SharedTier | None = None,
         lends: bool = False,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
         """`executor` runs the encoding for slow tiers, `ahead` the copying ahead of need, which is not done without.
 
         Both stay the caller's. Tiers become the cache's to close. With `lends` there is one tier, which others fill:
-        see `lend`.
+        see `lend`. `in_flight_bytes` bounds what is fetched and not yet dropped, and whatever else holds room in
+        `in_flight`.
         """
         assert slots or shared
         assert len(slots) == 1 or not lends
@@ -360,6 +363,7 @@ class TieredCache:
         self._by_name = {level.name: level for level in levels}
         self._order = {level.name: number for number, level in enumerate(levels)}
         self._shared = shared
+        self.in_flight = BytesInFlight(in_flight_bytes)
         self._executor = executor
         self._ahead = ahead
         self._ahead_runs = self._ahead_again = self._closed = False
@@ -554,7 +558,8 @@ class TieredCache:
     ) -> list[Bytes | MissReason]:
         """The stored bytes of these frames, read-only, or why one is not there.
 
-        Ends before the frame that would take it over `bytes_max`, but one always comes. A frame is read once, from the
+        Ends before the frame that would take it over `bytes_max`, or over what may be in flight, but one always comes.
+        Raises `CapacityError` if others are on their way too long for even that. A frame is read once, from the
         fastest tier that has it, for all who ask for it at once; checking it is the reader's, who also knows what it
         must be. Drop the bytes soon: they hold room in their tier. What did not come by the caller's deadline is a
         `MissReason.DEADLINE`.
@@ -566,7 +571,22 @@ class TieredCache:
         with self._lock:
             sizes = [self._size_of(place) for place in map(self._index.locate, keys)]
         count = max(1, sum(total <= bytes_max for total in itertools.accumulate(sizes)))
-        bodies: list[Bytes | MissReason] = [MissReason.LOST] * len(keys[:count])
+        if not keys:
+            return []
+        count = self.in_flight.take(sizes[:count])
+        bodies: list[Bytes | MissReason] = [MissReason.LOST] * count
+        try:
+            self._fetch(keys[:count], wanted, bodies)
+            self._fetch_below(keys, bodies)
+        finally:
+            for body, size in zip(bodies, sizes, strict=False):
+                if isinstance(body, MissReason):
+                    self.in_flight.give_back(size)
+                else:
+                    self.in_flight.give_back_with(body, size)
+        return bodies
+
+    def _fetch(self, keys: Sequence[FrameKey], wanted: Sequence[int], bodies: list[Bytes | MissReason]) -> None:
         tried: list[set[str]] = [set() for _ in bodies]
         pending = list(range(len(bodies)))
         while pending:  # a frame can move while it is asked for; each round, it is looked for in one tier more
@@ -590,8 +610,6 @@ class TieredCache:
                         bodies[i] = _why(answer)
                     else:
                         level.judge_if_listed(keys[i])
-        self._fetch_below(keys, bodies)
-        return bodies
 
     def _fetch_below(self, keys: Sequence[FrameKey], bodies: list[Bytes | MissReason]) -> None:
         """Get from the shared tier what is not here."""

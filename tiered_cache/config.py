@@ -66,6 +66,8 @@ class TierSettings:
     policy: str = "default"
     seed: int = 0
     executor_threads: int = 2
+    in_flight_bytes: int = 1 << 30
+    """How much may be on its way at once, into a node's tiers and out of them, besides `host_bytes`."""
 
     def __post_init__(self) -> None:
         if self.host_bytes < 0 or self.disk_bytes < 0:
@@ -83,6 +85,8 @@ class TierSettings:
             raise ConfigError(f"object_requests {self.object_requests} is outside 1 .. 1024")
         if not 0 < self.object_deadline_s <= 3600:
             raise ConfigError(f"object_deadline_s {self.object_deadline_s} is not within 0 .. 3600 s")
+        if self.in_flight_bytes < 1:
+            raise ConfigError(f"in_flight_bytes {self.in_flight_bytes} must be positive")
         if self.executor_threads < 1:
             raise ConfigError(f"executor_threads {self.executor_threads} must be at least 1")
 

@@ -16,7 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CORE = {"errors", "identity", "geometry"}
 FRAMES = CORE | {"codecs", "frame"}
-NODE = FRAMES | {"deadline", "tiers", "prefix_tree", "index", "policy", "namespace", "level", "config", "cache"}
+NODE = FRAMES | {
+    "deadline",
+    "in_flight",
+    "tiers",
+    "prefix_tree",
+    "index",
+    "policy",
+    "namespace",
+    "level",
+    "config",
+    "cache",
+}
 ENGINES = {"devices", "states", "engines"}
 
 # Unit of tiered_cache -> the other units it may import, at any depth of nesting in its code.
@@ -29,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": {"errors", "geometry"},
     "states": CORE | {"devices"},
     "deadline": {"errors"},
+    "in_flight": {"errors", "deadline"},
     "tiers": {"errors", "deadline"},  # a tier never learns what a frame is
     "prefix_tree": CORE,
     "index": CORE | {"prefix_tree"},

@@ -56,7 +56,8 @@ def build_cache(
         disk = MeteredTier(_in_time(place, DISK_DEADLINE_S))
         mode = Mode.FAST if settings.compress_disk else Mode.RAW
         slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
-    cache = TieredCache(slots, executor, ahead=ahead, shared=shared, clock=clock)
+    bytes_max = settings.in_flight_bytes
+    cache = TieredCache(slots, executor, ahead=ahead, shared=shared, in_flight_bytes=bytes_max, clock=clock)
     cache.recover()
     return cache
 

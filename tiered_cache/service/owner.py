@@ -264,6 +264,7 @@ class SequenceOwner:
                     raise FrameNotFoundError(f"a frame {what}", planned.key.path(), plan.node)
                 yield stored, len(body)
             wanted = wanted[len(bodies) :]
+            del bodies, body, stored  # they hold room that the next ones need
 
     def track(self, handle: int, prompt: Prompt, lineage: int = 0) -> SequenceRef:
         """Take a sequence of the engine under management; its state must cover exactly the prompt's tokens.

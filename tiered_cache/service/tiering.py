@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 
 import numpy as np
 
@@ -95,7 +95,8 @@ class TieringService:
         """Pull from the owner what is wanted of an offer and not here yet, and keep it.
 
         What `kept` lists is acknowledged. Raises what the owner or a tier raised, `StateError` for a parcel that is
-        not what was asked for, and `DeadlineError`; then nothing is acknowledged, and neither room nor pin is held.
+        not what was asked for, `CapacityError` if too much is in flight, and `DeadlineError`; then nothing is
+        acknowledged, and neither room nor pin is held.
         """
         deadline = Deadline.after(deadline_s, self._clock)
         checked(offer, SpillOffer)
@@ -110,15 +111,21 @@ class TieringService:
         grant = self.cache.admit(offer.offer, durability, hints)
         moved = 0
 
-        def pulled(keys: Sequence[FrameKey]) -> dict[FrameKey, dict[str, HostArray]]:
+        def pulled() -> Generator[dict[FrameKey, dict[str, HostArray]], None, None]:
             nonlocal moved
-            names = tuple(FrameName(key.group, key.tokens) for key in keys)
-            parcel = owner.export(offer.source, tuple(keys), deadline_s=deadline.left_s("export"))
-            moved += parcel.body.nbytes
-            deadline.left_s("spill")
-            return dict(zip(keys, _views(parcel, names, geometry), strict=True))
+            for keys in _batches(grant.keys, geometry):
+                names = tuple(FrameName(key.group, key.tokens) for key in keys)
+                with self.cache.in_flight.hold(parcel_bytes(geometry, names)):
+                    parcel = owner.export(offer.source, tuple(keys), deadline_s=deadline.left_s("export"))
+                    moved += parcel.body.nbytes
+                    deadline.left_s("spill")
+                    views = dict(zip(keys, _views(parcel, names, geometry), strict=True))
+                    del parcel
+                    yield views
+                    del views
 
-        receipts = self.cache.spill(grant, map(pulled, _batches(grant.keys, geometry)))
+        with closing(pulled()) as batches:
+            receipts = self.cache.spill(grant, batches)
         deadline.left_s("acknowledge")
         plan = None
         if pin_s is not None:
