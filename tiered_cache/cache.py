@@ -1213,16 +1213,15 @@ class TieredCache:
 
     def _keep_ahead(self) -> None:
         while True:
-            try:
-                for level in self._levels:
-                    if level.below is not None:
-                        self._copy_ahead(level, level.below)
-            except TieredCacheError as error:
-                self._count("errors.ahead")
-                _log.warning("copying ahead: %s", error.message)
-            except Exception:  # noqa: BLE001 - it would be seen by nobody
-                self._count("errors.ahead")
-                _log.exception("copying ahead")
+            for level in self._levels:
+                if level.below is None:
+                    continue
+                try:
+                    self._copy_ahead(level, level.below)
+                except Exception as error:  # noqa: BLE001 - one of ours would be seen by nobody
+                    self._count(f"errors.{level.below.name}.ahead")
+                    ours = not isinstance(error, TieredCacheError)
+                    _log.warning("copying ahead to %s: %s", level.below.name, str(error), exc_info=ours)
             with self._lock:
                 self._ahead_runs = self._ahead_again and not self._closed
                 self._ahead_again = False

@@ -468,7 +468,8 @@ class Level:
             if left:
                 left = [name for name in names if name in left or name.group == CHECKPOINT]
             found = self._take_staged([name for name in names if name not in left])
-            self._state.counters[f"ahead.{self.name}.used"] += len(found)
+            if found:
+                self._state.counters[f"ahead.{self.name}.used"] += len(found)
             contradicting = self._list(found, "put")
             self._doom(contradicting)
             return left + contradicting
@@ -480,7 +481,8 @@ class Level:
             found = self._take_staged(list(names))
             bytes_ -= self.staged_bytes
             self.staging_bytes += bytes_
-            self._state.counters[f"ahead.{self.name}.dropped"] += len(found)
+            if found:
+                self._state.counters[f"ahead.{self.name}.dropped"] += len(found)
         self.delete([each.name for each in found])
         with self._state.lock:
             self.staging_bytes -= bytes_

@@ -778,7 +778,7 @@ CALLS = [
 def test_after_one_fault_the_books_balance_and_serving_goes_on(
     call: str, fault: Fault, which: str, durability: Durability, tmp_path: Path
 ) -> None:
-    tiers = {"host": FaultyTier(open_host(24_000)), "disk": FaultyTier(open_disk(tmp_path, 204_000))}
+    tiers = {"host": FaultyTier(open_host(24_000)), "disk": FaultyTier(open_disk(tmp_path, 207_000))}
     prompts = [some_tokens(9 + n, seed=n) for n in range(10)]
     with node(*tiers.values()) as cache:
         kept: list[Tokens] = []
