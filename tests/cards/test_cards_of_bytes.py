@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from forging import without_section
 from obstore.store import LocalStore, MemoryStore
 from places import PLACES, Place, Store, look_up, make_faulty
 from serving import BLOCK, DEADLINE_S, MODELS, Served, compute, never_moved, serve, some_tokens
+from sites import Site
 from spilling import MIXED, Clock, State, match, node, open_disk, restore, spill
 from spilling import some_tokens as some_prompt
 
@@ -162,7 +164,9 @@ def test_card_10_without_one_part_nothing_is_restored_and_no_slot_shows_its_past
 
 # Card 12
 
-STATE = State(MIXED, some_prompt(30))  # seven blocks and a tail: nine frames, and a descriptor
+STATE = State(MIXED, some_prompt(30))  # seven blocks and a tail
+FRAMES = 8
+LEASE_S = 60.0
 
 
 def offered(tier: Tier) -> int:
@@ -255,6 +259,28 @@ def test_card_12_a_crash_between_parts_in_an_object_store(
             assert found in {0, 30}
             assert found == 30 or not kept
             assert bool(kept) == (number > 9)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_card_12_a_crash_between_parts_in_a_clusters_object_store(monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
+    """The node that puts dies, and so does the catalogue; a new one offers all or nothing, and tidies up."""
+    for number in range(1, 12):
+        site = Site(nodes=1)
+        kept: list[Any] = []
+        with (
+            dying_at_object(monkeypatch, number, done=done),
+            pytest.raises(SimulatedCrash) if number <= FRAMES else contextlib.nullcontext(),
+        ):
+            kept += site.spill(site.nodes[0], STATE).kept
+        site.start_catalogue()
+        node = site.start_node()
+        found = site.restored(node, STATE.tokens)
+        assert found in {0, 30}
+        assert found == 30 or not kept
+        site.clock.now_s += 2 * LEASE_S
+        site.catalogue.maintain()
+        assert site.objects() == site.listed(), "what nobody can use is gone"
+        assert bool(site.objects()) == (found == 30)
 
 
 # Card 14

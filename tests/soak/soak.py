@@ -53,7 +53,7 @@ CHANGED = 0.02
 """How often a step begins with a stored file that somebody has changed or removed."""
 RESTARTS_MIN, RESTARTS_PER_MINUTE = 10, 1
 """How often the node is closed and opened again."""
-SAMPLES_MIN, SAMPLE_S_MAX = 200, 5.0
+SAMPLES, SAMPLE_S_MIN, SAMPLE_S_MAX = 200, 0.25, 5.0
 WARM_UP = 0.25
 """Of a run: caches fill, and memory for the metadata of what came and went grows to its bounds."""
 RSS_GROWTH_BYTES, RSS_GROWTH = 16 << 20, 0.05
@@ -169,11 +169,11 @@ class Soak:
             tier.rates = dict(RATES)
         return cluster
 
-    def run(self, until_s: float, cluster: LocalCluster, every_s: float, started_s: float) -> None:
-        """Serve until then, and close the node."""
+    def run(self, cluster: LocalCluster, until_s: float, steps_min: float, every_s: float, started_s: float) -> None:
+        """Serve until then, and until so much was done, and close the node."""
         report = self.report
         try:
-            while time.monotonic() < until_s:
+            while time.monotonic() < until_s or report.steps < steps_min:
                 self.step(cluster)
                 report.steps += 1
                 if not report.samples or time.monotonic() - started_s - report.samples[-1].at_s >= every_s:
@@ -240,18 +240,19 @@ class Soak:
             self.report.events[f"a file was {how}"] += 1
 
 
-def soak(minutes: float, seed: int, restarts: int | None = None) -> Report:
-    """Run, and say what was seen."""
+def soak(minutes: float, seed: int, restarts: int | None = None, steps_min: int = 0) -> Report:
+    """Run for so long, and for so many steps at least, and say what was seen."""
     if restarts is None:
         restarts = max(RESTARTS_MIN, round(minutes * RESTARTS_PER_MINUTE))
     report = Report(minutes, seed)
     started_s = time.monotonic()
-    every_s = min(SAMPLE_S_MAX, 60 * minutes / SAMPLES_MIN)
+    every_s = min(max(SAMPLE_S_MIN, 60 * minutes / SAMPLES), SAMPLE_S_MAX)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-cache-soak-")))
         run = Soak(directory, report)
         for part in range(restarts + 1):
-            run.run(started_s + 60 * minutes * (part + 1) / (restarts + 1), run.open(), every_s, started_s)
+            share = (part + 1) / (restarts + 1)
+            run.run(run.open(), started_s + 60 * minutes * share, steps_min * share, every_s, started_s)
     return report
 
 

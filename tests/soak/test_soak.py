@@ -15,14 +15,14 @@ MIB = 1 << 20
 
 
 def test_a_short_soak_does_everything_and_answers_right(capsys: pytest.CaptureFixture[str]) -> None:
-    report = soak(minutes=0.12, seed=1, restarts=1)
+    report = soak(minutes=0.02, seed=1, restarts=1, steps_min=150)
     assert report.wrong == 0
-    assert report.steps > 20
+    assert report.steps >= 150
     assert {"spilled", "restored"} <= report.events.keys()
     assert report.injected.total() > 0
     assert report.counters["cache.frames.disk.put"] > 0
     assert report.counters["cache.frames.object.put"] > 0
-    assert len(report.samples) > 10
+    assert report.samples
     tell(report)
     assert "0 wrong answers" in capsys.readouterr().out
 
