@@ -28,6 +28,11 @@ class Blueprint:
         return self.settings.tiers.object_url is not None
 
     @property
+    def gpus_each(self) -> float:
+        """Of a worker, all its owners together."""
+        return self.settings.worker.num_gpus * self.settings.worker.shards
+
+    @property
     def workers(self) -> tuple[str, ...]:
         """The names of all workers."""
         return tuple(f"{WORKER}{number}" for number in range(self.settings.workers))
@@ -40,7 +45,7 @@ def place_workers(
 
     `gpus`: what each node has that is there. `taken`: the nodes of the workers that have one.
     """
-    each, per_node = blueprint.settings.worker.num_gpus, blueprint.workers_per_node
+    each, per_node = blueprint.gpus_each, blueprint.workers_per_node
     held = Counter(taken.values())
     places: dict[str, str] = {}
     for name in names:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import resource
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,7 @@ from actors.blueprint import Blueprint, place_workers
 from actors.catalogue import CATALOGUE_OPTIONS, CatalogueActor
 from actors.inline import in_local_mode
 from actors.names import CATALOGUE, ROUTER, TIERING, ClusterName, Ports
-from actors.ports import Port, RemoteCatalogue
+from actors.ports import Port, RemoteCatalogue, RemoteOwner
 from actors.router import RouterActor
 from actors.sequence import OWNER_OPTIONS, OwnerMethods, SequenceActor
 from actors.tiering import TieringActor
@@ -59,7 +59,7 @@ class RayCluster:
         """Use `start` or `connect`."""
         self.cluster = cluster
         self._blueprint = blueprint
-        self.workers = Ports(workers, cluster.owner)
+        self.workers = Ports(workers, cluster.worker)
         self.tierings = Ports(nodes, cluster.tiering)
         self.catalogue: RemoteCatalogue | None = cluster.catalogue() if blueprint.has_catalogue else None
         self.router = cluster.router()
@@ -100,7 +100,7 @@ class RayCluster:
             handles: list[Any] = []
             try:
                 _start(handles, blueprint, places, start_s=start_s)
-                cluster = cls(_callers(settings.name), blueprint, places, set(places.values()), owns_ray=owns_ray)
+                cluster = cls(_callers(settings), blueprint, places, set(places.values()), owns_ray=owns_ray)
             except BaseException:
                 _kill(handles)
                 raise
@@ -111,11 +111,11 @@ class RayCluster:
     @classmethod
     def connect(cls, name: str, address: str | None = "auto") -> RayCluster:
         """Join a set that another process has started. Raises `ConfigError` if there is none of this name."""
-        cluster = _callers(name)
+        router = ClusterName(name, RAY_NAMESPACE, patient=True).router()
         with _connected(address) as owns_ray:
             try:
-                blueprint, workers, nodes = cluster.router().members(deadline_s=ASK_S)
-                return cls(cluster, blueprint, workers, nodes, owns_ray=owns_ray)
+                blueprint, workers, nodes = router.members(deadline_s=ASK_S)
+                return cls(_callers(blueprint.settings), blueprint, workers, nodes, owns_ray=owns_ray)
             except TieredCacheError as error:
                 raise ConfigError(f"no cluster {name!r} to connect to: {error.message}") from error
 
@@ -133,21 +133,25 @@ class RayCluster:
         if not (blueprint.detached or self._handles):
             raise ConfigError(f"{self.cluster.name!r} was started by another process, which has to heal it")
         living, nodes = self.cluster.living()
-        lost = [name for name in blueprint.workers if name not in living]
+        there = {name for name in blueprint.workers if living.issuperset(self.cluster.owners(name))}
+        lost = [name for name in blueprint.workers if name not in there]
         places: Mapping[str, str] = {}
         if lost:
-            taken = {name: node for name in living if (node := self._place(name)) is not None}
-            places = place_workers(lost, _gpus(), taken, blueprint)
-            self._places.update(places)
+            known = {name: node for name in blueprint.workers if (node := self._place(name, living)) is not None}
+            places = place_workers([name for name in lost if name not in known], _gpus(), known, blueprint)
+            self._places = {**known, **places}
+            places = {**places, **{name: known[name] for name in lost if name in known}}
         started = _Starter(blueprint, [] if blueprint.detached else self._handles)
         for node in sorted(set(places.values()) - nodes):
             with contextlib.suppress(ValueError):  # this process has not heard yet that the last of its name is dead
                 started.tiering(node)
         for name, node in places.items():
-            with contextlib.suppress(ValueError):
-                started.worker(name, node)
-                self.cluster.forget(name)
-        self.workers = Ports(living.union(places), self.cluster.owner)
+            for rank, owner in enumerate(self.cluster.owners(name)):
+                if owner not in living:
+                    with contextlib.suppress(ValueError):
+                        started.owner(owner, rank, node)
+                        self.cluster.forget(name)
+        self.workers = Ports(there.union(places), self.cluster.worker)
         self.tierings = Ports(nodes.union(places.values()), self.cluster.tiering)
         return tuple(started.names)
 
@@ -175,7 +179,7 @@ class RayCluster:
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if in_local_mode():
             return held
-        for port in (*self.workers.values(), *self._tiers(), self.router):
+        for port in (*self._owners(), *self._tiers(), self.router):
             with contextlib.suppress(TieredCacheError):
                 held += port.call(int, "peak_rss_bytes", deadline_s=ASK_S)
         return held
@@ -193,7 +197,7 @@ class RayCluster:
     def shut_down(self) -> None:
         """End the actors, whoever started them, and leave."""
         self._close_tiers()
-        for port in (*self.workers.values(), *self._tiers(), self.router):
+        for port in (*self._owners(), *self._tiers(), self.router):
             with contextlib.suppress(ValueError):  # it is gone already
                 _kill([ray.get_actor(port.actor, namespace=RAY_NAMESPACE)])
         self._handles = []
@@ -203,12 +207,19 @@ class RayCluster:
         """Who holds frames, or knows of them."""
         return [*self.tierings.values(), *([self.catalogue] if self.catalogue else [])]
 
-    def _place(self, name: str) -> str | None:
-        """The node of a worker; None if it does not say, and was not started here."""
+    def _place(self, name: str, living: Collection[str]) -> str | None:
+        """The node of a worker of which some owner is there; None if none is, or it does not say."""
+        alive = [owner for owner in self.cluster.owners(name) if owner in living]
+        if not alive:
+            return None
         if name not in self._places:
             with contextlib.suppress(TieredCacheError):
-                self._places[name] = self.workers[name].bid(self.namespace, (), deadline_s=ASK_S).node
+                self._places[name] = self.cluster.owner(alive[0]).bid(self.namespace, (), deadline_s=ASK_S).node
         return self._places.get(name)
+
+    def _owners(self) -> list[RemoteOwner]:
+        """The ports to all owners, one a rank of each worker."""
+        return [self.cluster.owner(owner) for worker in self.workers for owner in self.cluster.owners(worker)]
 
     def _close_tiers(self) -> None:
         for port in self._tiers():
@@ -224,9 +235,9 @@ class RayCluster:
         self.close()
 
 
-def _callers(name: str) -> ClusterName:
+def _callers(settings: ClusterSettings) -> ClusterName:
     """The names as callers from outside have them."""
-    return ClusterName(name, RAY_NAMESPACE, patient=True)
+    return ClusterName(settings.name, RAY_NAMESPACE, settings.worker.shards, patient=True)
 
 
 @contextlib.contextmanager
@@ -263,14 +274,20 @@ class _Starter:
         self.names: list[str] = []
         self._blueprint = blueprint
         self._handles = handles
-        self._cluster = ClusterName(blueprint.settings.name, RAY_NAMESPACE)
+        self._cluster = ClusterName(blueprint.settings.name, RAY_NAMESPACE, blueprint.settings.worker.shards)
 
     def tiering(self, node: str) -> None:
         args = (node, self._cluster, self._blueprint.settings.tiers)
         self._start(ray.remote(TieringActor), f"{TIERING}{node}", node, *args, max_concurrency=TIERING_THREADS)
 
     def worker(self, name: str, node: str) -> None:
-        settings, made = self._blueprint.settings.worker, ray.remote(**OWNER_OPTIONS)(self._blueprint.worker)
+        """All owners of a worker, on one node."""
+        for rank, owner in enumerate(self._cluster.owners(name)):
+            self.owner(owner, rank, node)
+
+    def owner(self, name: str, rank: int, node: str) -> None:
+        settings = replace(self._blueprint.settings.worker, rank=rank)
+        made = ray.remote(**OWNER_OPTIONS)(self._blueprint.worker)
         self._start(made, name, node, name, node, self._cluster.tiering, settings, num_gpus=settings.num_gpus)
 
     def catalogue(self) -> None:
@@ -311,7 +328,7 @@ def _start(handles: list[Any], blueprint: Blueprint, places: Mapping[str, str], 
         starter.router(places)
         ray.get([handle.__ray_ready__.remote() for handle in handles], timeout=start_s)
     except GetTimeoutError as error:
-        wanted = f"{len(places)} workers with {blueprint.settings.worker.num_gpus:g} GPUs each"
+        wanted = f"{len(places)} workers with {blueprint.gpus_each:g} GPUs each"
         raise ConfigError(f"the actors are not up after {start_s:g} s; is there room for {wanted}?") from error
     except RayActorError as error:  # its constructor's error, as text that ends with `module.Class: message`
         raise ConfigError(str(error).splitlines()[-1].rpartition("Error: ")[2]) from error
@@ -329,7 +346,7 @@ def _plan(blueprint: Blueprint) -> tuple[Blueprint, dict[str, str]]:
     """A node for every worker, and how many one has. Raises `ConfigError` if there are not GPUs enough."""
     places = place_workers(blueprint.workers, _gpus(), {}, blueprint)
     if len(places) < len(blueprint.workers):
-        each = blueprint.settings.worker.num_gpus
+        each = blueprint.gpus_each
         raise ConfigError(f"{len(blueprint.workers)} workers with {each:g} GPUs each, room for {len(places)}")
     return replace(blueprint, workers_per_node=max(Counter(places.values()).values())), places
 

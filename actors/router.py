@@ -39,7 +39,7 @@ class RouterActor:
         self._blueprint = blueprint
         self._calls = executor_for_calls(threads=64)
         self._fixed = in_local_mode()
-        self._owners, self._nodes = (set(places), set(places.values())) if self._fixed else cluster.living()
+        self._workers, self._nodes = (set(places), set(places.values())) if self._fixed else self._living()
         self._lock = threading.Lock()
         self._coming: set[str] = set()
         self._look_at_s = 0.0
@@ -47,6 +47,11 @@ class RouterActor:
         self.router = RestoreRouter({}, {}, self._calls, catalogue=catalogue, settings=blueprint.router)
         self._tell()
         self._metrics = ActorMetrics(cluster.name, lambda: counter_samples("router", self.router.counters()))
+
+    def _living(self) -> tuple[set[str], set[str]]:
+        """The workers that are there with all their owners, and the nodes."""
+        owners, nodes = self._cluster.living()
+        return {name for name in self._blueprint.workers if owners.issuperset(self._cluster.owners(name))}, nodes
 
     def _look_around(self) -> None:
         """See, now and then and without waiting for it, who is gone and who has come."""
@@ -58,38 +63,40 @@ class RouterActor:
 
     def _look(self) -> None:
         try:
-            owners, nodes = self._cluster.living()
+            workers, nodes = self._living()
         except (RayError, OSError, RuntimeError, ValueError):  # Ray cannot tell now; the next look may see more
             _log.warning("the actors of %s cannot be listed", self._cluster.name, exc_info=True)
             return
         with self._lock:
-            new = (owners - self._owners) | (nodes - self._nodes)
+            new = (workers - self._workers) | (nodes - self._nodes)
             newcomers, self._coming = new - self._coming, new
-            self._owners &= owners
+            self._workers &= workers
             self._nodes &= nodes
         self._tell()
         for name in newcomers:
-            self._calls.submit(self._welcome, name, name in owners)
+            self._calls.submit(self._welcome, name, name in workers)
 
-    def _welcome(self, name: str, is_owner: bool) -> None:
+    def _welcome(self, name: str, is_worker: bool) -> None:
         """Take in a new member, when it answers: until then it would only hold requests up."""
-        port: Port = self._cluster.owner(name) if is_owner else self._cluster.tiering(name)
+        cluster = self._cluster
+        ports: list[Port] = [*map(cluster.owner, cluster.owners(name))] if is_worker else [cluster.tiering(name)]
         try:
-            port.call(int, "peak_rss_bytes", deadline_s=WELCOME_S)
+            for port in ports:
+                port.call(int, "peak_rss_bytes", deadline_s=WELCOME_S)
         except TieredCacheError:
             with self._lock:
                 self._coming.discard(name)  # the next look finds it again, if it is there
             return
         with self._lock:
-            (self._owners if is_owner else self._nodes).add(name)
+            (self._workers if is_worker else self._nodes).add(name)
             self._coming.discard(name)
         self._tell()
 
     def _tell(self) -> None:
         with self._lock:
-            owners, nodes = sorted(self._owners), sorted(self._nodes)
+            workers, nodes = sorted(self._workers), sorted(self._nodes)
             self.router.set_members(
-                {name: self._cluster.owner(name) for name in owners},
+                {name: self._cluster.worker(name) for name in workers},
                 {node: self._cluster.tiering(node) for node in nodes},
             )
 
@@ -111,8 +118,8 @@ class RouterActor:
     def members(self, *, deadline_s: float) -> tuple[Blueprint, tuple[str, ...], tuple[str, ...]]:
         """How the set was started; the names of the workers, and the nodes, that there are now."""
         del deadline_s
-        owners, nodes = (self._owners, self._nodes) if self._fixed else self._cluster.living()
-        return self._blueprint, tuple(sorted(owners)), tuple(sorted(nodes))
+        workers, nodes = (self._workers, self._nodes) if self._fixed else self._living()
+        return self._blueprint, tuple(sorted(workers)), tuple(sorted(nodes))
 
     def generation(self, *, deadline_s: float) -> int:
         """Another one than before: it was restarted."""

@@ -46,12 +46,13 @@ def start_cluster(
     router: RouterSettings | None = None,
     capacity_bytes: int = 64 << 20,
     num_gpus: float = 0.0,
+    shards: int = 1,
     **tiers: Any,
 ) -> RayCluster:
     """Actors under a name of their own, on the Ray that is there."""
     settings = ClusterSettings(
         workers=workers,
-        worker=WorkerSettings(engine=model, capacity_bytes=capacity_bytes, num_gpus=num_gpus),
+        worker=WorkerSettings(engine=model, capacity_bytes=capacity_bytes, num_gpus=num_gpus, shards=shards),
         tiers=TierSettings(**{"host_bytes": 32 << 20, **tiers}),
         name=f"test-{secrets.token_hex(4)}",
     )

@@ -855,6 +855,8 @@ class TieredCache:
                 self._running_tokens -= running.charge
             if offer.private or not stops:
                 return stops[-1:], []
+            if offer.rank:  # what rank 0 was asked for, and what it brings is worth nothing alone
+                return stops, []
             request = running.request if running else Request(offer, len(offer) - offer.output_tokens)
             wanted = set() if running and self._levels else set(stops)
             for number, level in enumerate(self._levels):

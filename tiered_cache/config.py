@@ -104,6 +104,16 @@ class WorkerSettings:
     seed: int = 0
     num_gpus: float = 0.0
     device: str = "numpy"
+    shards: int = 1
+    """How many ranks hold a sequence together: a worker is then a set of so many owners, all on one node."""
+    rank: int = 0
+    """Which of them an owner is; set where it is made."""
+    marks: bool = True
+    """Tell states apart for replays and tests, which reads every byte at each restore and checkpoint."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.shards:
+            raise ConfigError(f"rank {self.rank} of {self.shards} shards")
 
 
 @dataclass(frozen=True, slots=True)

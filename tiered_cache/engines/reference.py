@@ -18,7 +18,7 @@ from tiered_cache.devices.base import Array, Device, Direction
 from tiered_cache.devices.numpy import NumpyDevice
 from tiered_cache.engines.base import ComputingEngine, FrameName, HostArray, Restoration
 from tiered_cache.engines.reference_model import STEP_TOKENS_MAX, ReferenceModel, ReferenceNetwork, reference_model
-from tiered_cache.errors import CapacityError, DraftError, PositionError, ReleasedError, StateError
+from tiered_cache.errors import CapacityError, ConfigError, DraftError, PositionError, ReleasedError, StateError
 from tiered_cache.geometry import PartKind
 from tiered_cache.identity import CHECKPOINT, Identity, Tokens, tagged_hash
 from tiered_cache.states.ngrams import check_token_ids
@@ -55,16 +55,23 @@ class ReferenceEngine(ComputingEngine):
         page_tokens: int = 64,
         tenant_salt: bytes = b"",
         device: Device | None = None,
+        shards: int = 1,
+        rank: int = 0,
     ) -> None:
         """`model`: the name of one of `MODELS`, or sizes of one's own; another `seed` makes other weights of it.
+
+        With `shards` it is one rank of so many that hold a sequence together: each its heads' keys and values.
 
         `capacity_bytes` bounds what all sequences hold together; at most `staging_slots` checkpoints lie beside it.
         Raises `ConfigError`, `GeometryError`, `CapacityError`.
         """
         self.model = reference_model(model) if isinstance(model, str) else model
         self.device = device or NumpyDevice()
-        layout = self.model.layout()
-        self.geometry = layout.geometry(self.model.block_tokens if block_tokens is None else block_tokens)
+        if not 0 <= rank < shards:
+            raise ConfigError(f"rank {rank} of {shards} shards")
+        self.rank = rank
+        layout = self.model.layout(shards)
+        self.geometry = layout.geometry(self.model.block_tokens if block_tokens is None else block_tokens, shards)
         self.identity = Identity(
             weights_digest=tagged_hash("reference model", repr(self.model).encode(), str(seed).encode()),
             engine="reference",
@@ -73,7 +80,9 @@ class ReferenceEngine(ComputingEngine):
             tenant_salt=tenant_salt,
         )
         self.capacity_bytes = capacity_bytes
-        self._network = ReferenceNetwork(self.model, self.device, self.identity.weights_digest)
+        self._network = ReferenceNetwork(
+            self.model, self.device, self.identity.weights_digest, shards=shards, rank=rank
+        )
         self._pool = StatePool(
             layout,
             self.device,
@@ -82,6 +91,7 @@ class ReferenceEngine(ComputingEngine):
             kv_tokens=capacity_bytes * self.geometry.block_tokens // self.geometry.block_bytes,
             buffer_bytes=capacity_bytes,
             page_tokens=page_tokens,
+            shards=shards,
             staging_slots=staging_slots,
             ple_tables=tuple(self._network.tables),
         )

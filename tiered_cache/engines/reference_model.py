@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal, cast
@@ -105,7 +105,13 @@ class ReferenceModel:
         heads, key_channels, _ = self.state_shape
         return heads * key_channels if self.shape == "mla-dsa-kda" else heads
 
-    def layout(self) -> SequenceLayout:
+    def layout(self, shards: int = 1) -> SequenceLayout:
+        """What one of `shards` ranks holds: its heads' keys and values, and all of the rest, which each computes.
+
+        Raises `ConfigError` for heads that cannot be shared out evenly.
+        """
+        if self.shape == "qsa-ple-gdn" and self.kv_heads % shards:
+            raise ConfigError(f"{self.kv_heads} heads cannot be cut over {shards} ranks")
         recurrent = (
             RecurrentLayout(_STATE_NAMES[self.shape], self.recurrent_layers, self.state_shape),
             RecurrentLayout(_CONV_NAME, self.recurrent_layers, (_CONV_KERNEL - 1, self.conv_channels)),
@@ -117,7 +123,7 @@ class ReferenceModel:
                 recurrent=recurrent,
             )
         return SequenceLayout(
-            kv=KvLayout(self.attention_layers, self.kv_heads, self.row_dim, self.row_dim),
+            kv=KvLayout(self.attention_layers, self.kv_heads // shards, self.row_dim, self.row_dim),
             qsa=QsaLayout(self.attention_layers, self.indexer_dim, rotary_dim=self.indexer_dim // 4 * 2),
             ple=PleLayout(
                 self.ple_layers,
@@ -220,14 +226,16 @@ def reference_model(name: str) -> ReferenceModel:
 class ReferenceNetwork:
     """A model with its weights, on one device."""
 
-    def __init__(self, model: ReferenceModel, device: Device, seed: bytes) -> None:
+    def __init__(self, model: ReferenceModel, device: Device, seed: bytes, *, shards: int = 1, rank: int = 0) -> None:
         self.model = model
         self._device = device
         weights = _Weights(device, seed)
         self._token_weight, self._position_weight = weights.host("embedding", 2)
-        parts = [part for part in model.layout().parts() if part.name != HISTORY]  # which the PLE state keeps by itself
+        parts = model.layout(shards).parts(sharded=shards > 1)
+        parts = tuple(part for part in parts if part.name != HISTORY)  # which the PLE state keeps by itself
         self._row_parts = [part for part in parts if part.kind is PartKind.ROWS]
         self._carry_parts = [part for part in parts if part.kind is PartKind.CARRY]
+        sharded = {part.name for part in parts if part.shard_axis is not None}
         decays = _Decays(weights, model.decays)
         self._layers: list[_Layer] = []
         self.tables: list[NgramTable] = []
@@ -240,7 +248,7 @@ class ReferenceNetwork:
             if layer in model.recurrent_layers:
                 self._layers.append(_RecurrentLayer(weights, model, layer, decays))
             if layer in model.attention_layers:
-                self._layers.append(_AttentionLayer(weights, model, layer))
+                self._layers.append(_AttentionLayer(weights, model, layer, sharded, rank))
 
     def step(self, state: SequenceState, tokens: Tokens) -> None:
         """Compute the state behind further tokens: up to `STEP_TOKENS_MAX` ids below the vocabulary, with room."""
@@ -351,8 +359,12 @@ class _RecurrentLayer(_Layer):
 
 
 class _AttentionLayer(_Layer):
-    def __init__(self, weights: _Weights, model: ReferenceModel, layer: int) -> None:
+    def __init__(
+        self, weights: _Weights, model: ReferenceModel, layer: int, sharded: Collection[str], rank: int
+    ) -> None:
+        """`sharded`: the row parts of which this rank holds its heads' elements alone."""
         self._index = model.attention_layers.index(layer)
+        self._ranks = dict.fromkeys(sharded, rank)
         self._expansions = {
             part.name: weights.words(f"{layer} {part.name}", -(-math.prod(part.shape) // 4))
             for part in model.layout().parts()
@@ -365,9 +377,9 @@ class _AttentionLayer(_Layer):
             if name == VALID:
                 rows[:, 0] = hidden & np.uint64(7) != 0
             else:
-                rows[...] = _expand(step.xp, hidden, self._expansions[name], _BFLOAT16).view(np.uint16)[
-                    :, : rows.shape[1]
-                ]
+                first = self._ranks.get(name, 0) * rows.shape[1]
+                whole = _expand(step.xp, hidden, self._expansions[name], _BFLOAT16).view(np.uint16)
+                rows[...] = whole[:, first : first + rows.shape[1]]
 
 
 class _Convolution:

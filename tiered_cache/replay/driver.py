@@ -59,6 +59,7 @@ from tiered_cache.service.messages import (
     SpillResult,
     StateMark,
 )
+from tiered_cache.service.owner_set import combined_mark
 from tiered_cache.service.router import Placement
 from tiered_cache.tiers.base import Durability
 from tiered_cache.tiers.disk import SyncPolicy
@@ -242,7 +243,9 @@ def replay(
     result: a request whose actors die is computed again elsewhere, and what a node took with it is started again; only
     several in a row that cannot be computed at all raise the last one's error.
     """
-    engine = build_engine(replace(settings.cluster.worker, device="numpy"))
+    worker = replace(settings.cluster.worker, device="numpy")
+    engines = [build_engine(replace(worker, rank=rank)) for rank in range(worker.shards)]
+    engine = engines[0]
     if namespace_of(engine.identity.digest(), engine.geometry.fingerprint()) != cluster.namespace:
         engine.identity.check(cluster.identity)
         engine.geometry.check(cluster.geometry)
@@ -251,7 +254,7 @@ def replay(
     _check_room(engine, survey.longest)
     source.tokens(survey.highest)
     source.output_token_array(survey.highest)
-    return _Replay(cluster, settings, source, _Truth(engine, settings.marks_max), survey).run(trace, on_progress)
+    return _Replay(cluster, settings, source, _Truth(engines, settings.marks_max), survey).run(trace, on_progress)
 
 
 def _can_pass(error: TieredCacheError) -> bool:
@@ -285,8 +288,9 @@ class _Known:
 class _Truth:
     """The marks of sequences that were never spilled, by prefix; and which worker spilled a checkpoint there."""
 
-    def __init__(self, engine: ComputingEngine, prefixes_max: int) -> None:
-        self._engine = engine
+    def __init__(self, engines: Sequence[ComputingEngine], prefixes_max: int) -> None:
+        """`engines`: one a rank."""
+        self._engines = engines
         self._prefixes_max = prefixes_max
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
@@ -304,7 +308,12 @@ class _Truth:
 
     def recompute(self, tokens: Tokens) -> StateMark:
         """The mark of the state behind these tokens, computed from nothing."""
-        engine = self._engine
+        mark = combined_mark([self._computed(engine, tokens) for engine in self._engines])
+        assert mark is not None
+        return mark
+
+    @staticmethod
+    def _computed(engine: ComputingEngine, tokens: Tokens) -> StateMark:
         sequence = engine.start(engine.reserve(len(tokens)))
         try:
             engine.extend(sequence, tokens)
@@ -611,33 +620,24 @@ class _Replay:
 
 def _offer_up_to(end: int, spill: SpillOffer, request: int | None, output_tokens: int) -> SpillOffer | None:
     """An offer without its checkpoints behind `end`, None if there is no other, that names the look-up it goes with."""
-    offer = spill.offer
-    checkpoints = tuple((tokens, prefix) for tokens, prefix in offer.checkpoints if tokens <= end)
-    if not checkpoints:
+    cut = spill.up_to(end)
+    if cut is None:
         return None
-    blocks = checkpoints[-1][0] // offer.block_tokens
-    offer = replace(
-        offer,
-        hashes=offer.hashes[: blocks + 1],
-        lineages=offer.lineages[:blocks],
-        checkpoints=checkpoints,
-        request=request,
-        output_tokens=output_tokens,
-    )
-    return SpillOffer(spill.source, offer)
+    return replace(cut, offer=replace(cut.offer, request=request, output_tokens=output_tokens))
 
 
 def _frames_of(geometry: Geometry, namespace: bytes, prefix: Tokens) -> tuple[str, ...]:
-    """The names of the frames that a restore of this prefix needs, of rank 0."""
+    """The names of the frames that a restore of this prefix needs, of all ranks."""
     tokens, size = len(prefix), geometry.block_tokens
     chain = PrefixChain(namespace, size, prefix)
     keys = [
-        chain.key(group.name, (block + 1) * size, 0)
+        chain.key(group.name, (block + 1) * size, rank)
         for group in geometry.block_groups
         for block in group.blocks_needed(tokens, size)
+        for rank in range(geometry.shards)
     ]
     if geometry.needs_checkpoint(tokens):
-        keys.append(chain.key(CHECKPOINT, tokens, 0))
+        keys += [chain.key(CHECKPOINT, tokens, rank) for rank in range(geometry.shards)]
     return tuple(key.path() for key in keys)
 
 

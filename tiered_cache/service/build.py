@@ -136,6 +136,8 @@ def build_engine(settings: WorkerSettings) -> ComputingEngine:
     """A worker's engine on its device. `transformers:DIR` names a model in a local directory."""
     family, _, directory = settings.engine.partition(":")
     if family == "transformers":
+        if settings.shards > 1:
+            raise ConfigError(f"engine {settings.engine!r} has one rank, not {settings.shards}")
         try:
             from tiered_cache.engines.transformers import load_engine
         except ModuleNotFoundError as error:
@@ -155,6 +157,8 @@ def build_engine(settings: WorkerSettings) -> ComputingEngine:
         capacity_bytes=settings.capacity_bytes,
         staging_slots=settings.staging_slots,
         device=build_device(settings.device),
+        shards=settings.shards,
+        rank=settings.rank,
     )
 
 

@@ -10,9 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import ParamSpec, Protocol, Self, TypeVar
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 from tiered_cache.config import ClusterSettings, WorkerSettings
 from tiered_cache.deadline import Clock
@@ -34,6 +35,7 @@ from tiered_cache.service.messages import (
     TieringPort,
 )
 from tiered_cache.service.owner import SequenceOwner
+from tiered_cache.service.owner_set import OwnerSet, rank_name
 from tiered_cache.service.router import Placement, RestoreRouter, RouterSettings
 from tiered_cache.service.tiering import TieringService
 from tiered_cache.tiers.base import Durability
@@ -92,7 +94,8 @@ def reference_worker(
     clock: Clock = time.monotonic,
 ) -> SequenceOwner:
     """A worker with the engine that the settings name."""
-    return SequenceOwner(build_engine(settings), name=name, node=node, tiering=tiering, clock=clock)
+    engine = build_engine(settings)
+    return SequenceOwner(engine, name=name, node=node, tiering=tiering, marks=settings.marks, clock=clock)
 
 
 class RouterPort(Protocol):
@@ -156,10 +159,16 @@ class LocalCluster:
     ) -> None:
         self.tierings: dict[str, TieringService] = {}
         make = worker or partial(reference_worker, clock=clock)
-        self.workers = {
-            name: make(name, self.NODE, self.tierings.__getitem__, settings.worker)
-            for name in (f"worker-{number}" for number in range(settings.workers))
-        }
+        shards = settings.worker.shards
+        self.workers: dict[str, Any] = {}
+        self.owners: dict[str, Any] = self.workers if shards == 1 else {}
+        for name in (f"worker-{number}" for number in range(settings.workers)):
+            ranks = {rank_name(name, rank, shards): replace(settings.worker, rank=rank) for rank in range(shards)}
+            made = {owner: make(owner, self.NODE, self.tierings.__getitem__, its) for owner, its in ranks.items()}
+            self.owners |= made
+            self.workers[name] = (
+                made[name] if shards == 1 else OwnerSet(name, [*made.values()], InlineExecutor(), clock=clock)
+            )
         self.identity, self.geometry = self.workers["worker-0"].describe(deadline_s=DESCRIBE_S)
         self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
         self.catalogue: Catalogue | None = None
@@ -170,7 +179,7 @@ class LocalCluster:
             shared = place.shared(self.catalogue)
         self.cache = build_cache(settings.tiers, self._executor, shared=shared, clock=clock)
         self.tiering = TieringService(
-            self.cache, node=self.NODE, owners=self.workers.__getitem__, catalogue=self.catalogue, clock=clock
+            self.cache, node=self.NODE, owners=self.owners.__getitem__, catalogue=self.catalogue, clock=clock
         )
         self.tierings[self.NODE] = self.tiering
         self.namespace = self.cache.register(self.identity, self.geometry)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 
 import numpy as np
 
-from tiered_cache.cache import Hit, Offer, PlannedFrame, TieredCache
+from tiered_cache.cache import Hit, Kept, Offer, PlannedFrame, TieredCache
 from tiered_cache.deadline import Clock, Deadline, until
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError
@@ -28,6 +29,7 @@ from tiered_cache.service.messages import (
     Parcel,
     Prompt,
     RestorePlan,
+    SequenceRef,
     SpillOffer,
     SpillResult,
     parcel_bytes,
@@ -104,11 +106,41 @@ class TieringService:
             return self._spill(offer, durability, hints, pin_s, deadline)
 
     def _spill(
-        self, offer: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, deadline: Deadline
+        self, spill: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, deadline: Deadline
     ) -> SpillResult:
-        owner = self._owners(offer.source.owner)
-        geometry = self._known(offer, owner, deadline)
-        grant = self.cache.admit(offer.offer, durability, hints)
+        """What each rank offers, the first one's choice deciding for all: only what all bring is kept."""
+        results: list[SpillResult] = []
+        offers: list[Offer] = []
+        loans: list[bool] = []
+        wanted: SpillOffer | None = spill
+        try:
+            for rank in range(1 + len(spill.others)):
+                if wanted is None:
+                    break
+                part = wanted.offers()[rank]
+                source, offer = part.source, part.offer
+                result, lent = self._spill_rank(source, offer, durability, hints, deadline)
+                results.append(result)
+                offers.append(offer)
+                loans.append(lent)
+                wanted = wanted.only({kept.tokens for kept in result.kept})
+            plan = None
+            if pin_s is not None and wanted is not None:
+                plan = self._pinned(offers, pin_s, deadline, in_store=all(loans))
+        except BaseException:
+            self._discard(offers)
+            raise
+        if pin_s is not None and plan is None:
+            self._discard(offers)
+        return _of_all(results, plan, 1 + len(spill.others))
+
+    def _spill_rank(
+        self, source: SequenceRef, offer: Offer, durability: Durability, hints: Hints, deadline: Deadline
+    ) -> tuple[SpillResult, bool]:
+        """One rank's part; and whether it went into the object store."""
+        owner = self._owners(source.owner)
+        geometry = self._known(source, offer, owner, deadline)
+        grant = self.cache.admit(offer, durability, hints)
         moved = 0
 
         def pulled() -> Generator[dict[FrameKey, dict[str, HostArray]], None, None]:
@@ -116,7 +148,7 @@ class TieringService:
             for keys in _batches(grant.keys, geometry):
                 names = tuple(FrameName(key.group, key.tokens) for key in keys)
                 with self.cache.in_flight.hold(parcel_bytes(geometry, names)):
-                    parcel = owner.export(offer.source, tuple(keys), deadline_s=deadline.left_s("export"))
+                    parcel = owner.export(source, tuple(keys), deadline_s=deadline.left_s("export"))
                     moved += parcel.body.nbytes
                     deadline.left_s("spill")
                     views = dict(zip(keys, _views(parcel, names, geometry), strict=True))
@@ -127,18 +159,24 @@ class TieringService:
         with closing(pulled()) as batches:
             receipts = self.cache.spill(grant, batches)
         deadline.left_s("acknowledge")
-        plan = None
-        if pin_s is not None:
-            if grant.loan is not None and self._catalogue is not None:
-                plan = self._catalogue.plan_of(offer.offer, pin_s, deadline_s=deadline.left_s("pin"))
-            plan = plan or self.plan_of(offer.offer, pin_s, deadline_s=deadline.left_s("pin"))
-        return SpillResult(
-            kept=tuple(self.cache.kept(offer.offer, grant)),
-            declined=grant.declined,
-            receipts=tuple(receipts),
-            bytes_moved=moved,
-            plan=plan,
-        )
+        kept = tuple(self.cache.kept(offer, grant))
+        return SpillResult(kept, grant.declined, tuple(receipts), moved), grant.loan is not None
+
+    def _pinned(
+        self, offers: Sequence[Offer], pin_s: float, deadline: Deadline, *, in_store: bool
+    ) -> RestorePlan | None:
+        """How to restore all ranks' last checkpoint, from the store if all went there, under one pin."""
+        if in_store and self._catalogue is not None:
+            plan = _joint_plan(self._catalogue, offers, pin_s, deadline)
+            if plan is not None:
+                return plan
+        return _joint_plan(self, offers, pin_s, deadline)
+
+    def _discard(self, offers: Sequence[Offer]) -> None:
+        """Let go of a suspended sequence's own frames: it goes on where it was."""
+        for offer in offers:
+            if offer.private and (hit := self.cache.plan_of(offer, pin_s=0.0)) is not None and hit.pin is not None:
+                self.cache.unpin(hit.pin)
 
     def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
         """How to restore an offer's last checkpoint, pinned; None if it is not here whole."""
@@ -171,21 +209,50 @@ class TieringService:
     def _until(self, deadline_s: float) -> AbstractContextManager[None]:
         return until(Deadline.after(deadline_s, self._clock))
 
-    def _known(self, offer: SpillOffer, owner: OwnerPort, deadline: Deadline) -> Geometry:
+    def _known(self, source: SequenceRef, offer: Offer, owner: OwnerPort, deadline: Deadline) -> Geometry:
         """The geometry of the offer's namespace; after a restart, or for a new kind of owner, from the owner itself."""
-        namespace = offer.offer.namespace
+        namespace = offer.namespace
         geometry = self.cache.geometry_of(namespace)
         if geometry is None:
             identity, geometry = owner.describe(deadline_s=deadline.left_s("describe"))
             found = self.cache.register(identity, geometry)
             if found != namespace:
-                raise IdentityError(
-                    f"{offer.source.owner} is of {found.hex()[:16]}, its offer of {namespace.hex()[:16]}"
-                )
+                raise IdentityError(f"{source.owner} is of {found.hex()[:16]}, its offer of {namespace.hex()[:16]}")
         return geometry
 
     def _plan(self, hit: Hit) -> RestorePlan:
         return RestorePlan(self.node, self.generation, hit.tokens, hit.frames, hit.pin or 0)
+
+
+def _joint_plan(
+    place: TieringService | CataloguePort, offers: Sequence[Offer], pin_s: float, deadline: Deadline
+) -> RestorePlan | None:
+    """The ranks' plans as one; the first one's pin holds what all have in common, which is all."""
+    plans: list[RestorePlan] = []
+    for offer in offers:
+        plan = place.plan_of(offer, pin_s, deadline_s=deadline.left_s("pin"))
+        if plan is None:
+            break
+        plans.append(plan)
+    whole = len(plans) == len(offers)
+    for plan in plans[1:] if whole else plans:
+        place.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("pin"))
+    if not whole:
+        return None
+    return replace(plans[0], frames=tuple(planned for plan in plans for planned in plan.frames))
+
+
+def _of_all(results: Sequence[SpillResult], plan: RestorePlan | None, ranks: int) -> SpillResult:
+    """What a set's spill has come to: kept is what every rank has, at the least of what each would survive."""
+    levels = [{kept.tokens: kept.durability for kept in result.kept} for result in results]
+    common = set.intersection(*(set(level) for level in levels)) if len(results) == ranks else set()
+    return SpillResult(
+        kept=tuple(Kept(tokens, min(level[tokens] for level in levels)) for tokens in sorted(common)),
+        declined=tuple(dict.fromkeys(declined for result in results for declined in result.declined)),
+        receipts=tuple(receipt for result in results for receipt in result.receipts),
+        bytes_moved=sum(result.bytes_moved for result in results),
+        plan=plan,
+    )
 
 
 def _views(parcel: Parcel, names: tuple[FrameName, ...], geometry: Geometry) -> list[dict[str, HostArray]]:
