@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -518,3 +521,36 @@ def test_an_offer_that_was_edited_to_another_prompts_hashes_brings_nothing() -> 
             cluster.tiering.spill(edited, Durability.HOST, Hints(), None, deadline_s=5)
         assert cluster.cache.usage() == before
         assert compute(cluster, some_tokens(45, seed=9)).placement.restored is None
+
+
+def test_a_spill_that_comes_back_late_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has given up, and the same prefix was computed and kept from elsewhere."""
+    tiers = TierSettings(host_bytes=8 << 20)
+    with LocalCluster(ClusterSettings(worker=WorkerSettings(engine=MODELS[0]), tiers=tiers)) as cluster:
+        late = compute(cluster, some_tokens(40))
+        owner = cluster.owners[late.placement.owner]
+        entered, go_on, export = threading.Event(), threading.Event(), owner.export
+
+        def slow(source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel:
+            entered.set()
+            assert go_on.wait(10)
+            return export(source, keys, deadline_s=deadline_s)
+
+        monkeypatch.setattr(owner, "export", slow)
+        with ThreadPoolExecutor(1) as thread:
+            spilling = thread.submit(
+                cluster.tiering.spill, late.run.offer, Durability.HOST, Hints(), None, deadline_s=0.2
+            )
+            assert entered.wait(10)
+            other = next(worker for name, worker in cluster.workers.items() if name != late.placement.owner)
+            lease = other.reserve(cluster.namespace, 60, 30.0, deadline_s=5)
+            again = other.run(lease, Prompt(some_tokens(40)), (), deadline_s=5)
+            assert cluster.tiering.spill(again.offer, Durability.HOST, Hints(), None, deadline_s=5).kept
+            time.sleep(0.2)  # the first one's deadline
+            go_on.set()
+            with pytest.raises(DeadlineError):
+                spilling.result()
+        found = cluster.tiering.match(cluster.namespace, Prompt(some_tokens(45)), 1.0, deadline_s=5).plan
+        assert found is not None
+        assert {planned.lineage for planned in found.frames} == {again.offer.offer.lineage}
+        assert cluster.cache.usage()["host"].bytes_reserved == 0
