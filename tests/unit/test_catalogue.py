@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import pytest
 from serving import DEADLINE_S, MODELS, compute, never_moved, serve
 from serving import some_tokens as prompt_tokens
 from sites import OBJECT, Site, as_hit, open_grants
-from spilling import GEOMETRIES, LINEAGE, NO_HINTS, restore, some_tokens
+from spilling import GEOMETRIES, LINEAGE, NO_HINTS, Clock, restore, some_tokens
 
 from tiered_cache.cache import Kept, TieredCache
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
@@ -26,6 +30,8 @@ from tiered_cache.service.catalogue import LATE_S, RELIST_S
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.service.messages import CATALOGUE, Prompt
 from tiered_cache.testing.faults import Fault
+from tiered_cache.testing.object_servers import FaultyS3Server, HttpFault
+from tiered_cache.testing.tier_suite import seeded
 from tiered_cache.tiers.base import Durability
 
 TOKENS = some_tokens(11)
@@ -424,6 +430,67 @@ def test_look_ups_never_ask_the_store(site: Site) -> None:
     assert site.catalogue.unpin(reply.plan.pin, reply.plan.generation, deadline_s=1)
     site.catalogue.left(site.state(TOKENS).offer(), NO_HINTS, deadline_s=1)
     assert site.tier.injected[Fault.ERROR] == before
+
+
+def test_nodes_and_upkeep_at_once_leave_nothing_listed_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evictions, late deletes and new puts of the same names, by four nodes on threads of their own."""
+    monkeypatch.setattr(catalogue_module, "MAINTAIN_S", 0.0)
+    monkeypatch.setattr(catalogue_module, "RELIST_S", 0.05)
+    site = Site(object_bytes=24_000, host_bytes=8_000, nodes=4)
+    steps = itertools.count()
+    monkeypatch.setattr(Clock, "__call__", lambda _: 100.0 + next(steps) * 1e-3)
+
+    def run(number: int) -> int:
+        rng, restored = seeded(number), 0
+        for _ in range(40):
+            tokens = some_tokens(11, rng.randrange(12))
+            with suppress(TierError):  # the name is still to be deleted, say
+                site.spill(site.nodes[number], site.state(tokens), durability=rng.choice([OBJECT, Durability.HOST]))
+            try:
+                restored += site.restored(site.nodes[number], tokens) == 11
+            except AssertionError as error:  # taken out before it was pinned
+                assert str(error).endswith(" is lost"), error  # noqa: PT017
+        return restored
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(run, range(4))) > 20
+    site.catalogue.maintain()
+    assert open_grants(site) == []
+    assert site.listed() <= site.objects()
+    assert "frames.object.lost" not in site.catalogue.counters()
+    site.check(strays=site.objects())
+    late = next(until_s for until_s, _ in site.catalogue._late) if site.catalogue._late else 0.0
+    monkeypatch.setattr(Clock, "__call__", lambda _: max(1e6, late))
+    site.catalogue.maintain()
+    site.catalogue.maintain()
+    assert site.listed() == site.objects()
+
+
+def test_a_store_that_hangs_holds_up_only_who_needs_it(tmp_path: Path) -> None:
+    with FaultyS3Server() as server:
+        tiers = TierSettings(
+            host_bytes=64 << 20,
+            object_url="s3://bucket/p",
+            object_bytes=64 << 20,
+            object_options=server.options,
+            object_deadline_s=30.0,
+        )
+        with (
+            LocalCluster(ClusterSettings(workers=2, worker=WorkerSettings(engine=MODELS[0]), tiers=tiers)) as cluster,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            here, there = prompt_tokens(60, seed=1), prompt_tokens(60, seed=2)
+            assert serve(cluster, here).spill.kept
+            server.fail_always(HttpFault(delay_s=30.0))
+            hanging = pool.submit(serve, cluster, there, OBJECT, deadline_s=6.0)
+            while not server.requests["PUT"] > 1:  # the descriptor was the first
+                time.sleep(0.01)
+            longer = np.concatenate([here, prompt_tokens(9, seed=3)])
+            assert serve(cluster, longer).placement.restored_tokens == 60
+            assert not hanging.done()
+            with pytest.raises(TierError):
+                hanging.result()
+            server.recover()
 
 
 def test_a_dead_catalogue_is_an_error_in_time_and_hosts_serve_on(site: Site) -> None:

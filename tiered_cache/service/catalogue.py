@@ -8,7 +8,8 @@ It owns the index, the budget, the policy and the quarantine; bodies pass it by.
 nobody before the commit, so a holder that dies leaves nothing but room that is another's after the lease's deadline,
 and objects that are deleted then. One that a late put leaves behind even later is found when the store is listed anew,
 every `RELIST_S`. A catalogue that is restarted knows no leases: it takes a new generation, refuses the old one's, and
-finds what there is by its names. Nothing but it deletes, and it deletes nothing whose name is lent.
+finds what there is by its names. Nothing but it deletes, and it deletes nothing whose name is lent. While a listing
+shows what is being put, that is counted twice until the commit, with its room: too much for a moment, never too little.
 
 What needs the store and is waited for by nobody (deletes, the first listing of a store that was away, relisting) is
 done by `maintain`, which every call sees to in the executor when it is due. Look-ups never wait for the store.
