@@ -72,9 +72,9 @@ class CatalogueActor:
     def introduce(self, namespace: bytes, descriptor: bytes, *, deadline_s: float) -> None:
         self.catalogue.introduce(namespace, descriptor, deadline_s=deadline_s)
 
-    def admit(self, chain: Offer | KnownChain, hints: Hints, *, deadline_s: float) -> Lease:
+    def admit(self, chain: Offer | KnownChain, hints: Hints, lease_s: float, *, deadline_s: float) -> Lease:
         with self._metrics.timed("admit"):
-            return self.catalogue.admit(chain, hints, deadline_s=deadline_s)
+            return self.catalogue.admit(chain, hints, lease_s, deadline_s=deadline_s)
 
     def commit(
         self, lease: int, generation: int, landed: tuple[Landed, ...], sound: tuple[Landed, ...], *, deadline_s: float

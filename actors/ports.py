@@ -239,8 +239,8 @@ class RemoteCatalogue(Port):
         """Told, and not waited for."""
         self.tell("left", offer, hints, deadline_s=deadline_s)
 
-    def admit(self, chain: Offer | KnownChain, hints: Hints, *, deadline_s: float) -> Lease:
-        return self.call(Lease, "admit", chain, hints, deadline_s=deadline_s, repeatable=True)
+    def admit(self, chain: Offer | KnownChain, hints: Hints, lease_s: float, *, deadline_s: float) -> Lease:
+        return self.call(Lease, "admit", chain, hints, lease_s, deadline_s=deadline_s, repeatable=True)
 
     def commit(
         self, lease: int, generation: int, landed: tuple[Landed, ...], sound: tuple[Landed, ...], *, deadline_s: float

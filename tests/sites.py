@@ -82,7 +82,7 @@ class Site:
         )
 
         self.current.catalogue = Catalogue(
-            cache, client.charge, InlineExecutor(), generation=self.generation, lease_s=60.0, clock=self.clock
+            cache, client.charge, InlineExecutor(), generation=self.generation, lease_s_max=60.0, clock=self.clock
         )
         return self.current.catalogue
 

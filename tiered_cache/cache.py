@@ -249,7 +249,7 @@ class Loan(Protocol):
         """Write frames and read them back. They are found by nobody, and nothing is acknowledged, before `commit`."""
 
     def commit(self) -> tuple[Kept, ...]:
-        """All has come: which checkpoints the tier now has whole. Raises `StaleError` if the time is over."""
+        """All has come: which checkpoints the tier now has whole. Raises `TierError` if the time is over, say."""
 
     def end(self) -> None:
         """Give back what was not committed. Idempotent; raises nothing."""

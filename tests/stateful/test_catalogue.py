@@ -22,7 +22,7 @@ from sites import OBJECT, Site
 from spilling import GEOMETRIES, NO_HINTS, State
 
 from tiered_cache.cache import Grant, Kept, Receipt, TieredCache
-from tiered_cache.errors import FrameError, IdentityError, StaleError, TieredCacheError
+from tiered_cache.errors import FrameError, IdentityError, TieredCacheError, TierError
 from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.index import PrefixId, RemovalReason, TierView
 from tiered_cache.policy.lru import LruPolicy
@@ -147,7 +147,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         assert opened.grant.loan is not None
         try:
             kept = opened.grant.loan.commit()
-        except StaleError:
+        except TierError:
             assert over
         else:
             assert not over or not opened.grant.loan.keys

@@ -20,6 +20,7 @@ from spilling import GEOMETRIES, LINEAGE, NO_HINTS, Clock, restore, some_tokens
 
 from tiered_cache.cache import Kept, TieredCache
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
+from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import IdentityError, MissReason, StaleError, StateError, TieredCacheError, TierError
 from tiered_cache.identity import Tokens
 from tiered_cache.index import RemovalReason
@@ -169,7 +170,7 @@ def test_nothing_is_found_or_acknowledged_before_the_commit(site: Site) -> None:
     commit()
     assert site.listed() == site.objects()
     assert site.restored(site.nodes[1], TOKENS) == 11
-    with pytest.raises(StaleError):
+    with pytest.raises(TierError, match="lease is over"):
         commit()
 
 
@@ -180,7 +181,7 @@ def test_a_holder_that_dies_costs_nothing_but_its_time(site: Site) -> None:
     site.catalogue.maintain()
     usage = site.budget.usage()
     assert (usage.bytes_reserved, usage.entries, site.objects()) == (0, 1, set())  # the descriptor
-    with pytest.raises(StaleError):
+    with pytest.raises(TierError, match="lease is over"):
         commit()
     assert site.spill(site.nodes[1], site.state(TOKENS)).kept
     site.clock.now_s += LATE_S
@@ -189,10 +190,20 @@ def test_a_holder_that_dies_costs_nothing_but_its_time(site: Site) -> None:
     site.check()
 
 
+def test_a_lease_is_no_longer_than_its_holder_has_time(site: Site) -> None:
+    with until(Deadline.after(9.0, site.clock)):
+        cut_off(site, site.nodes[0])
+    (lent,) = site.catalogue._leases.values()
+    assert lent.until_s == site.clock.now_s + 9.0 + 5.0
+    site.clock.now_s += 14.0
+    site.catalogue.maintain()
+    assert site.budget.usage().bytes_reserved == 0
+
+
 def test_a_lease_that_is_over_is_refused_before_anybody_has_swept(site: Site) -> None:
     commit = cut_off(site, site.nodes[0])
     site.clock.now_s += 60.0
-    with pytest.raises(StaleError):
+    with pytest.raises(TierError, match="lease is over"):
         commit()
     assert site.listed() == set()
 
@@ -202,7 +213,7 @@ def test_a_holder_stops_writing_when_its_time_is_over(site: Site) -> None:
     offer = state.offer()
     grant = site.nodes[0].admit(offer, OBJECT, NO_HINTS)
     site.clock.now_s += 60.0
-    with pytest.raises(StaleError):
+    with pytest.raises(TierError, match="lease is over"):
         site.nodes[0].spill(grant, [state.export(offer, grant.keys)])
     assert site.objects() == set()
 
@@ -253,7 +264,7 @@ def test_a_late_put_does_not_undo_what_another_has_put_since(site: Site) -> None
 def test_a_lease_of_an_earlier_catalogue_is_refused(site: Site) -> None:
     commit = cut_off(site, site.nodes[0])
     site.start_catalogue()
-    with pytest.raises(StaleError):
+    with pytest.raises(TierError, match="lease is over"):
         commit()
     assert site.spill(site.nodes[1], site.state(TOKENS)).kept
     assert site.restored(site.nodes[0], TOKENS) == 11
@@ -262,14 +273,14 @@ def test_a_lease_of_an_earlier_catalogue_is_refused(site: Site) -> None:
 
 def test_what_was_not_granted_is_refused_and_the_lease_is_over(site: Site) -> None:
     offer = site.state(TOKENS).offer()
-    lease = site.catalogue.admit(offer, NO_HINTS, deadline_s=1)
+    lease = site.catalogue.admit(offer, NO_HINTS, 60.0, deadline_s=1)
     landed = tuple(Landed(key, 100, LINEAGE, created=True) for key in lease.keys)
     foreign = (*landed, Landed(replace(lease.keys[0], prefix=b"x" * 32), 100, LINEAGE, created=True))
     with pytest.raises(StateError, match="not granted"):
         site.catalogue.commit(lease.number, lease.generation, foreign, (), deadline_s=1)
     with pytest.raises(StaleError):
         site.catalogue.commit(lease.number, lease.generation, landed, (), deadline_s=1)
-    lease = site.catalogue.admit(offer, NO_HINTS, deadline_s=1)
+    lease = site.catalogue.admit(offer, NO_HINTS, 60.0, deadline_s=1)
     with pytest.raises(StateError, match="did not come"):
         site.catalogue.commit(lease.number, lease.generation, landed[1:], (), deadline_s=1)
     assert site.listed() == set()
@@ -377,9 +388,8 @@ def test_what_is_bad_after_a_restart_is_not_relied_on(site: Site) -> None:
     assert [(kept.tokens, kept.durability) for kept in spilled.kept] == [(15, OBJECT)]
     assert bad in {receipt.key for receipt in spilled.receipts if receipt.durability is OBJECT}
     assert site.restored(site.nodes[0], longer) == 15
-    lease = site.catalogue.admit(
-        site.state(np.concatenate([longer, some_tokens(3, 6)])).offer(), NO_HINTS, deadline_s=1
-    )
+    further = site.state(np.concatenate([longer, some_tokens(3, 6)]))
+    lease = site.catalogue.admit(further.offer(), NO_HINTS, 60.0, deadline_s=1)
     assert (len(lease.keys) > 0, lease.unread) == (True, ())
     site.check()
 
@@ -509,7 +519,7 @@ def test_a_namespace_that_is_not_registered_is_refused_not_guessed(site: Site) -
     offer = site.state(TOKENS).offer()
     foreign = replace(offer, namespace=b"n" * 32)
     with pytest.raises(IdentityError):
-        lease_of(foreign, NO_HINTS, deadline_s=1)
+        lease_of(foreign, NO_HINTS, 60.0, deadline_s=1)
     with pytest.raises(TieredCacheError):
         site.catalogue.introduce(offer.namespace, b"no descriptor", deadline_s=1)
 

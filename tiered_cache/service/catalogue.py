@@ -45,8 +45,8 @@ from tiered_cache.service.messages import (
 from tiered_cache.service.tiering import TieringService
 from tiered_cache.tiers.base import Reservation, TierUsage
 
-LEASE_S = 120.0
-"""How long a node has for what it was granted."""
+LEASE_S_MAX = 600.0
+"""How long at most a node has for what it was granted; it asks for what its own caller leaves it."""
 LATE_S = 60.0
 """How long after a lease's end its last put may still happen: what it leaves is deleted then."""
 LEASES_MAX = 4096
@@ -78,7 +78,7 @@ class Catalogue:
         executor: Executor,
         *,
         generation: int | None = None,
-        lease_s: float = LEASE_S,
+        lease_s_max: float = LEASE_S_MAX,
         clock: Clock = time.monotonic,
     ) -> None:
         """`cache` has the store as its one tier, and lends; `charge` moves an entry's bytes out of a reservation.
@@ -91,7 +91,7 @@ class Catalogue:
         self._front = TieringService(cache, node=CATALOGUE, owners=_nobody, generation=self.generation, clock=clock)
         self._charge = charge
         self._executor = executor
-        self._lease_s = lease_s
+        self._lease_s_max = lease_s_max
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -145,17 +145,17 @@ class Catalogue:
             self.cache.left(replace(offer, request=None), hints)
         self._see_to_it()
 
-    def admit(self, chain: Offer | KnownChain, hints: Hints, *, deadline_s: float) -> Lease:
-        """Settle which checkpoints are wanted in the store, and make room for what is missing.
+    def admit(self, chain: Offer | KnownChain, hints: Hints, lease_s: float, *, deadline_s: float) -> Lease:
+        """Settle which checkpoints are wanted in the store, and make room for what is missing, for so many seconds.
 
         Raises `IdentityError` if their namespace is not known here, `TierError` if the store has not been listed yet
         or fails; no room is held then.
         """
         self._see_to_it()
         with self._until(deadline_s):
-            return self._admit(chain, hints)
+            return self._admit(chain, hints, min(lease_s, self._lease_s_max))
 
-    def _admit(self, chain: Offer | KnownChain, hints: Hints) -> Lease:
+    def _admit(self, chain: Offer | KnownChain, hints: Hints, lease_s: float) -> Lease:
         if not self._listed:
             raise TierError("what the store holds is not known yet", None, CATALOGUE, retryable=True)
         self._end_expired()
@@ -169,8 +169,8 @@ class Catalogue:
             return Lease(0, self.generation, 0.0, (), (), grant.declined, self.cache.settle(grant, ()))
         with self._lock:
             number = next(self._numbers)
-            self._leases[number] = _Lent(grant, self._clock() + self._lease_s)
-        return Lease(number, self.generation, self._lease_s, grant.keys, unread, grant.declined, ())
+            self._leases[number] = _Lent(grant, self._clock() + lease_s)
+        return Lease(number, self.generation, lease_s, grant.keys, unread, grant.declined, ())
 
     def commit(
         self, lease: int, generation: int, landed: tuple[Landed, ...], sound: tuple[Landed, ...], *, deadline_s: float

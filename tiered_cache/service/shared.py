@@ -35,6 +35,8 @@ PUT_ATTEMPTS = 3
 """How often a frame is put whose place is taken by something bad."""
 ADMIT_ATTEMPTS = 3
 """How often a lease is asked for, if what it would have relied on turns out to be bad."""
+LEASE_S = 300.0
+"""How long a lease is asked for where no deadline says how much time there is."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +89,12 @@ class SharedStore:
         raise TierError("what the store holds turns out to be bad again and again", None, self.name, retryable=True)
 
     def _admit(self, chain: Offer | KnownChain, hints: Hints, known: Namespace) -> Lease:
+        lease_s = wait_s(LEASE_S) + self.call_s  # the last call before a deadline may end after it
         try:
-            return self.catalogue.admit(chain, hints, deadline_s=self.left_s())
+            return self.catalogue.admit(chain, hints, lease_s, deadline_s=self.left_s())
         except IdentityError:  # it may have been restarted, and never have heard of this namespace
             self.introduce(known)
-            return self.catalogue.admit(chain, hints, deadline_s=self.left_s())
+            return self.catalogue.admit(chain, hints, lease_s, deadline_s=self.left_s())
 
     def get(self, keys: Sequence[FrameKey], known: Namespace) -> Sequence[GetAnswer]:
         """Stored bytes; the catalogue is told what is not there."""
@@ -159,7 +162,7 @@ class _Lease:
         created: set[FrameKey] = set()
         for _ in range(PUT_ATTEMPTS):
             if self._over or shared.clock() >= self._until_s:
-                raise StaleError("the lease is over", None, shared.name)
+                raise TierError("the lease is over", None, shared.name, retryable=True)
             items = [PutItem(stored.key.path(), stored.buffers) for stored in left.values()]
             with shared.store.reserve([item.bytes for item in items]) as room:
                 outcomes = shared.store.put(items, room)
@@ -178,13 +181,13 @@ class _Lease:
         """Have the catalogue list what has come."""
         if not self._lease.number:
             return self._lease.kept
-        kept = self._shared.catalogue.commit(
-            self._lease.number,
-            self._lease.generation,
-            tuple(self._landed.values()),
-            tuple(self._sound),
-            deadline_s=self._shared.left_s(),
-        )
+        lease, landed, sound = self._lease, tuple(self._landed.values()), tuple(self._sound)
+        try:
+            kept = self._shared.catalogue.commit(
+                lease.number, lease.generation, landed, sound, deadline_s=self._shared.left_s()
+            )
+        except StaleError as error:
+            raise TierError(error.message, None, self._shared.name, retryable=True) from error
         self._over = True
         return kept
 
