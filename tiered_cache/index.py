@@ -212,14 +212,17 @@ class PrefixIndex:
         return frame is not None and frame.stored[self._tree.by_name[tier].index] >= 0
 
     def names(self, tier: str) -> Iterator[tuple[FrameName, int]]:
-        """Every frame of a tier, with its stored bytes, parents before children for the shared block frames."""
+        """Every frame of a tier, with its stored bytes, parents before children for the shared block frames.
+
+        What comes and goes while somebody takes them one by one may be missed, or told all the same.
+        """
         index = self._tree.by_name[tier].index
         for node in sorted(self._tree.nodes.values(), key=lambda n: n.depth):
             for slot, frame in enumerate(node.frames):
                 if frame is not None and frame.stored[index] >= 0:
                     yield self._tree.block_name(node, slot), frame.stored[index]
-        for checkpoint in self._tree.checkpoints.values():
-            for name, frame in checkpoint.frames.items():
+        for checkpoint in list(self._tree.checkpoints.values()):
+            for name, frame in list(checkpoint.frames.items()):
                 if frame.stored[index] >= 0:
                     yield name, frame.stored[index]
 

@@ -80,6 +80,8 @@ DOOMED_MAX = 1 << 16
 """How many frames that failed calls may have left behind are remembered."""
 TIDY_MAX = 256
 """How many of them are deleted at once."""
+AT_ONCE = 1 << 10
+"""How many names are looked at before others have the lock again."""
 ALONE_S = 60.0
 """How long to wait for another thread's work on the same frames, or for what it reads."""
 WAITING_MAX = 16
@@ -632,22 +634,32 @@ class Level:
         A frame that is not listed, and that nobody is putting just now, is listed if it supports something, and else
         deleted: late puts, and what others have left. A listed one that is not there leaves the index.
         """
-        with self._state.lock:
-            before = [name for name, _ in self._index.names(self.name)]
+        before = list(self._listed())
         sizes = dict(self._keys_of_listing(""))
         for start in range(0, len(before), TIDY_MAX):
             gone = [name for name in before[start : start + TIDY_MAX] if key_of(name) not in sizes]
             if gone:
                 self.check_there(gone)
-        with self._state.lock:
-            known = [key for key in sizes if key.namespace in self._state.namespaces]
-            names = [name for name in map(plain_name, known) if not self._is_accounted_for(name)]
-        for start in range(0, len(names), TIDY_MAX):
-            self._find(names[start : start + TIDY_MAX])
+        found = [plain_name(key) for key in sizes if key.namespace in self._state.namespaces]
+        for start in range(0, len(found), AT_ONCE):
+            with self._state.lock:
+                names = [name for name in found[start : start + AT_ONCE] if not self._is_accounted_for(name)]
+            for first in range(0, len(names), TIDY_MAX):
+                self._find(names[first : first + TIDY_MAX])
         with self._state.lock:
             leftover = self._index.unsupported(self.name)
             self._abandon(leftover)
         self.delete(leftover)
+
+    def _listed(self) -> Iterator[FrameName]:
+        """All frames that are listed; the lock is held for some at a time."""
+        names = self._index.names(self.name)
+        while True:
+            with self._state.lock:
+                some = [name for name, _ in itertools.islice(names, AT_ONCE)]
+            if not some:
+                return
+            yield from some
 
     def _is_accounted_for(self, name: FrameName) -> bool:
         return self._index.holds(name, self.name) or name in self._lent or name in self._doomed
