@@ -224,6 +224,44 @@ def test_spare_files_go_when_the_limit_does(
 
 # Faults
 
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_no_fault_at_any_step_leaks_room(
+    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], tmp_path: Path, times: int
+) -> None:
+    """So many calls in a row fail, from each step on; whatever was reserved then, nothing is in the end."""
+    tier, directory = opened(quarantine_entries=1)
+
+    def use() -> None:
+        with tier.reserve([9_000, 9_000, 20_000]) as room:
+            tier.put([PutItem(name_of(n), [bytes(9_000)]) for n in range(2)], room)
+        tier.quarantine(name_of(0), "test")
+        tier.delete([name_of(1)])
+        with tier.reserve([20_000]) as room:
+            tier.put([PutItem(name_of(2), [bytes(20_000)])], room)
+        tier.quarantine(name_of(2), "test")
+
+    first, done = 0, False
+    while not done:
+        first += 1
+        begun = len(directory.steps)
+
+        def fail(step: int, name: str, first: int = first, begun: int = begun) -> None:
+            if name != "unlock" and first <= step - begun < first + times:
+                raise OSError(errno.EIO, "injected")
+
+        directory.on_step = fail
+        with contextlib.suppress(TierError):
+            use()
+        done = len(directory.steps) - begun < first
+        directory.on_step = None
+        tier.delete([name_of(n) for n in range(3)])
+        tier.reserve([1]).release()
+        assert tier.usage().bytes_reserved == 0, f"step {first}, {directory.steps[begun + first - 1]}"
+        assert not files_in(tmp_path / "tier/tmp"), f"step {first}, {directory.steps[begun + first - 1]}"
+    assert first > 50
+
+
 CALLS = ("create", "write", "sync", "link", "rename", "sync_directory", "stat", "unlink", "scan", "names", "read")
 
 

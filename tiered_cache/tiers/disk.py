@@ -133,7 +133,7 @@ class DiskTier(Tier):
         self._numbers = itertools.count()
         self._quarantine_time = 0
         self._spares: MutableSequence[str] = []  # names in `spare`, sorted by size; only in a transaction
-        self._owed = 0  # reserved bytes to give back
+        self._reserved = 0  # what this process has reserved; every transaction writes it down anew
         self._stuck: deque[tuple[str, int]] = deque()  # files that could not be removed, and what is reserved for them
         self._foreign_files = 0
         self._read_buffers = Arena(_READ_BUFFERS_BYTES)
@@ -251,8 +251,8 @@ class DiskTier(Tier):
         with self._call():
             if not is_path(path):
                 return False
-            dropped: Sequence[_Moved] = ()
-            with self._transaction(moves_files=True) as books:
+            dropped: dict[str, _Moved | None] = {}
+            with self._removed_later(dropped), self._transaction(moves_files=True) as books:
                 bytes_ = self._size(path)
                 if bytes_ is None:
                     return False
@@ -263,8 +263,8 @@ class DiskTier(Tier):
                 books.entries -= 1
                 books.bytes_used -= self.footprint(bytes_)
                 books.bytes_quarantined += self.footprint(bytes_)
-                dropped = self._drop_quarantined(books)
-            self._remove(dropped)
+                self._drop_quarantined(books, dropped)
+            self._remove(file for file in dropped.values() if file is not None)
             return True
 
     def quarantined(self) -> Sequence[QuarantinedEntry]:
@@ -307,7 +307,7 @@ class DiskTier(Tier):
                 return
         try:
             with self._transaction(moves_files=True) as books:
-                books.reserved.pop(self._holder, None)
+                self._reserved = 0
                 self._remove_holder(self._holder)
                 if not any(self._is_alive(holder) for holder in self._holders()):
                     self._drop_spares(books, 0)
@@ -321,29 +321,37 @@ class DiskTier(Tier):
     # The budget
 
     def _try_reserve(self, need: int) -> bool:
-        with self._transaction() as books:
-            self._settle(books)
-            if books.bytes_promised + need > self._bytes_max:
-                return False
-            if need > self._directory.bytes_free() + books.bytes_spare:
-                return False
-            books.reserve(self._holder, need)
-            return True
+        charged = 0
+        try:
+            with self._transaction() as books:
+                if books.bytes_promised + need > self._bytes_max:
+                    return False
+                if need > self._directory.bytes_free() + books.bytes_spare:
+                    return False
+                charged = need
+                self._charge(need)
+        except BaseException:  # it could not be written down
+            self._charge(-charged)
+            raise
+        return True
 
     def _unreserve(self, bytes_: int) -> None:
-        """Give reserved bytes back now, or with the next reservation if the ledger cannot be had."""
-        if not bytes_:
-            return
-        with self._idle:
-            self._owed += bytes_
-        with contextlib.suppress(TierError), self._call(), self._transaction() as books:
-            self._settle(books)
+        """Give reserved bytes back; the ledger says so with the next transaction, if it cannot be had now."""
+        if bytes_:
+            self._charge(-bytes_)
+            with contextlib.suppress(TieredCacheError), self._call(), self._transaction():
+                pass
 
-    def _settle(self, books: Books) -> None:
+    def _charge(self, bytes_: int) -> None:
         with self._idle:
-            owed, self._owed = self._owed, 0
-        if owed:
-            books.reserve(self._holder, -owed)
+            self._reserved += bytes_
+
+    def _write_down(self, books: Books) -> None:
+        """What this process has reserved is for it to know: whatever has failed before, the ledger has it from here."""
+        with self._idle:
+            books.reserved.pop(self._holder, None)
+            if self._reserved:
+                books.reserve(self._holder, self._reserved)
 
     def _count(self, old: Books | None) -> Books:
         """New books from what is there; living processes know best what they have reserved."""
@@ -358,7 +366,9 @@ class DiskTier(Tier):
                 books.bytes_spare += self.footprint(listed.bytes)
                 books.spare_files += 1
         for holder in self._holders():
-            if old is not None and self._is_alive(holder):
+            if holder == self._holder:
+                self._write_down(books)
+            elif old is not None and self._is_alive(holder):
                 books.reserve(holder, old.reserved.get(holder, 0))
             else:
                 books.reserve(ORPHANS, sum(map(self.footprint, self._left_by(holder))))
@@ -367,7 +377,9 @@ class DiskTier(Tier):
     @contextlib.contextmanager
     def _transaction(self, *, moves_files: bool = False) -> Iterator[Books]:
         with self._errors(), self._ledger.transaction(moves_files=moves_files) as books:
+            self._write_down(books)
             yield books
+            self._write_down(books)
 
     # Processes
 
@@ -472,7 +484,11 @@ class DiskTier(Tier):
                 return self._directory.open_again(written[item.path], item.bytes)
             self._unlink(written[item.path], 0)  # somebody reads it, or has linked it
         written[item.path] = self._temporary()
-        return self._directory.create(written[item.path])
+        try:
+            return self._directory.create(written[item.path])
+        except FileNotFoundError:
+            self._make_temporary_directory()
+            return self._directory.create(written[item.path])
 
     def _write_file(self, fd: int, views: Sequence[memoryview]) -> None:
         offset = 0
@@ -504,7 +520,7 @@ class DiskTier(Tier):
                     created.add(path)
                     books.entries += 1
                     books.bytes_used += self.footprint(items[path].bytes)
-                    books.reserve(self._holder, -self.footprint(items[path].bytes))
+                    self._charge(-self.footprint(items[path].bytes))
             if failure is not None:
                 raise self._translated(failure) from failure
 
@@ -512,9 +528,10 @@ class DiskTier(Tier):
         try:
             self._directory.link(temporary, _entry_name(path))
         except FileExistsError:
-            if self._size(path) is None:
-                raise OSError(errno.EISDIR, "something that is not an entry is in its place") from None
-            return False
+            if self._size(path) is not None:
+                return False
+            self._set_foreign_aside(_entry_name(path))
+            self._directory.link(temporary, _entry_name(path))
         except FileNotFoundError:
             self._look_again(_parent_of(path))
             self._make_directories(_parent_of(path))
@@ -625,7 +642,7 @@ class DiskTier(Tier):
         """Move entries under `tmp`, where they are reserved, or to the spare files (None), up to the first error."""
         at_once = self.sync is SyncPolicy.NEVER
         moved: dict[str, _Moved | None] = {}
-        with self._transaction(moves_files=True) as books:
+        with self._removed_later(moved), self._transaction(moves_files=True) as books:
             try:
                 for path in paths:
                     bytes_ = self._size(path) if is_path(path) else None
@@ -635,29 +652,36 @@ class DiskTier(Tier):
                         moved[path] = None
                     else:
                         moved[path] = _Moved(self._move(_entry_name(path)), bytes_)
-                        books.reserve(self._holder, self.footprint(bytes_))
+                        self._charge(self.footprint(bytes_))
                     books.entries -= 1
                     books.bytes_used -= self.footprint(bytes_)
             except OSError as error:
                 return moved, error
         return moved, None
 
-    def _drop_quarantined(self, books: Books) -> Sequence[_Moved]:
+    @contextlib.contextmanager
+    def _removed_later(self, moved: dict[str, _Moved | None]) -> Iterator[None]:
+        """If the block raises, what it has moved under `tmp` is removed with what is stuck there."""
+        try:
+            yield
+        except BaseException:
+            self._stuck.extend((file.name, self.footprint(file.bytes)) for file in moved.values() if file is not None)
+            raise
+
+    def _drop_quarantined(self, books: Books, dropped: dict[str, _Moved | None]) -> None:
         """Move what the quarantine holds beyond its bounds under `tmp`, where it is reserved."""
-        dropped: deque[_Moved] = deque()
         entries = self._list_quarantine()
         for index, (_, name, entry) in enumerate(entries):
             few = len(entries) - index <= self._quarantine_entries
             if few and books.bytes_quarantined <= self._quarantine_bytes:
                 break
             try:
-                dropped.append(_Moved(self._move(name), entry.bytes))
+                dropped[name] = _Moved(self._move(name), entry.bytes)
             except OSError as error:
                 _log.warning("tier %s: cannot remove %s: %s", self.name, name, error)
                 break
             books.bytes_quarantined -= self.footprint(entry.bytes)
-            books.reserve(self._holder, self.footprint(entry.bytes))
-        return dropped
+            self._charge(self.footprint(entry.bytes))
 
     def _recycle(self, moved: dict[str, _Moved | None]) -> None:
         """Keep moved entries as spare files, or remove them; nothing of them is reserved then."""
@@ -670,7 +694,7 @@ class DiskTier(Tier):
                         self._directory.sync_directory(parent)
                 with self._transaction(moves_files=True) as books:
                     while files and self._keep_spare(books, files[0].name, files[0].bytes):
-                        books.reserve(self._holder, -self.footprint(files.popleft().bytes))
+                        self._charge(-self.footprint(files.popleft().bytes))
         finally:
             self._remove(files)
 
@@ -683,8 +707,19 @@ class DiskTier(Tier):
 
     def _move(self, name: str) -> str:
         temporary = self._temporary()
-        self._directory.rename(name, temporary)
+        try:
+            self._directory.rename(name, temporary)
+        except FileNotFoundError:
+            self._directory.stat(name)  # or it is that which is gone
+            self._make_temporary_directory()
+            self._directory.rename(name, temporary)
         return temporary
+
+    def _make_temporary_directory(self) -> None:
+        """Somebody has removed it by hand."""
+        self._look_again(f"tmp/{self._holder}")
+        self._directory.make_directory("tmp")
+        self._directory.make_directory(f"tmp/{self._holder}")
 
     def _unlink(self, name: str, bytes_: int) -> int:
         """Remove a file under `tmp` and return 0; if it cannot be removed, what stays reserved for it: `bytes_`."""
@@ -768,19 +803,30 @@ class DiskTier(Tier):
     def _temporary(self) -> str:
         return f"tmp/{self._holder}/{next(self._numbers)}"
 
+    def _set_foreign_aside(self, name: str) -> None:
+        """What is no file of ours and takes the place of one goes to the quarantine, where it is nobody's."""
+        _log.warning("tier %s: something that is not an entry is in the place of %s: set aside", self.name, name)
+        self._directory.rename(name, f"quarantine/foreign-{secrets.token_hex(8)}")
+
     def _make_directories(self, name: str) -> None:
-        """Create a directory and those above it."""
+        """Create a directory and those above it; what is in the place of one is set aside."""
         if self._directory.is_open(name):
             return
         parts = name.split("/")
         above = ["/".join(parts[:depth]) for depth in range(2, len(parts) + 1)]
         try:
             for directory in above:
-                self._directory.make_directory(directory)
+                self._make_directory(directory)
         except FileNotFoundError:  # one that we have open is gone
             self._look_again(name)
-            for directory in above:
-                self._directory.make_directory(directory)
+            for directory in (parts[0], *above):
+                self._make_directory(directory)
+
+    def _make_directory(self, name: str) -> None:
+        self._directory.make_directory(name)
+        if not stat.S_ISDIR(self._directory.stat(name).st_mode):
+            self._set_foreign_aside(name)
+            self._directory.make_directory(name)
 
     def _look_again(self, name: str) -> None:
         """Somebody removed a directory or one above it by hand: what is known of them is out of date."""

@@ -99,8 +99,10 @@ class Ledger:
         if not self._thread_lock.acquire(timeout=self._timeout_s):
             raise DeadlineError(f"the ledger's lock was not free within {self._timeout_s} s")
         try:
-            self._lock_file(deadline_s)
+            self._lock_file(self._fd, deadline_s)
             try:
+                while not self._directory.links_of(self._fd):
+                    self._go_on_in_another(deadline_s)
                 books = self._read()
                 before = b"" if moves_files or books.counted else _encode(books)
                 if moves_files:
@@ -119,16 +121,33 @@ class Ledger:
     def close(self) -> None:
         self._directory.close_file(self._fd)
 
-    def _lock_file(self, deadline_s: float) -> None:
+    def _lock_file(self, fd: int, deadline_s: float) -> None:
         pause_s = _POLL_FIRST_S
-        while not self._directory.try_lock(self._fd):
+        while not self._directory.try_lock(fd):
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(f"another process held the ledger's lock for {self._timeout_s} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_LAST_S)
-        if not self._directory.links_of(self._fd):
-            self._directory.unlock(self._fd)
-            raise TierError("the ledger was removed: processes on this directory would no longer share a budget")
+
+    def _go_on_in_another(self, deadline_s: float) -> None:
+        """Somebody has removed the ledger; whoever has it open goes on in one new ledger that begins with what it says.
+
+        The lock of the removed one is held meanwhile, so that nobody goes on in that.
+        """
+        page = bytearray(_PAGE_BYTES_MAX)
+        got = self._directory.read(self._fd, memoryview(page), 0)
+        fd = self._directory.open_shared("ledger")
+        try:
+            self._lock_file(fd, deadline_s)
+            if got and not self._directory.bytes_of(fd):
+                self._directory.write(fd, [memoryview(page)[:got]], 0)
+                self._directory.write(fd, [memoryview(_MOVING[1])], _MOVING[0])  # and is to be counted anew
+        except BaseException:
+            self._directory.close_file(fd)
+            raise
+        removed, self._fd = self._fd, fd
+        self._directory.unlock(removed)
+        self._directory.close_file(removed)
 
     def _read(self) -> Books:
         page = bytearray(_PAGE_BYTES_MAX)
