@@ -18,7 +18,7 @@ from serving import some_tokens as prompt_tokens
 from sites import OBJECT, Site, as_hit, open_grants
 from spilling import GEOMETRIES, LINEAGE, NO_HINTS, Clock, restore, some_tokens
 
-from tiered_cache.cache import Kept, TieredCache
+from tiered_cache.cache import Kept, Offer, TieredCache
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
 from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import IdentityError, MissReason, StaleError, StateError, TieredCacheError, TierError
@@ -29,7 +29,7 @@ from tiered_cache.policy.base import Hints
 from tiered_cache.service import catalogue as catalogue_module
 from tiered_cache.service.catalogue import LATE_S, RELIST_S
 from tiered_cache.service.local import LocalCluster
-from tiered_cache.service.messages import CATALOGUE, Prompt
+from tiered_cache.service.messages import CATALOGUE, Prompt, RestorePlan
 from tiered_cache.testing.faults import Fault
 from tiered_cache.testing.object_servers import FaultyS3Server, HttpFault
 from tiered_cache.testing.tier_suite import seeded
@@ -554,6 +554,29 @@ def test_a_suspended_sequence_is_kept_in_the_store_for_one_resumption(cluster: L
     assert resumed.mark == served.mark
     with pytest.raises(StaleError):
         cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S)
+
+
+def test_a_suspension_that_fails_leaves_nothing_of_its_own_in_the_store(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cluster.catalogue is not None
+    served, plan_of = compute(cluster, prompt_tokens(50)), cluster.catalogue.plan_of
+    serve(cluster, prompt_tokens(50))  # whose computation is another: the suspended one needs its own
+    failing = [TierError("the catalogue is away")]
+
+    def failing_once(offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
+        if failing:
+            raise failing.pop()
+        return plan_of(offer, pin_s, deadline_s=deadline_s)
+
+    monkeypatch.setattr(cluster.catalogue, "plan_of", failing_once)
+    with pytest.raises(TierError, match="away"):
+        cluster.router.suspend(served.run.source, LocalCluster.NODE, Durability.DISK, deadline_s=DEADLINE_S)
+    cluster.catalogue.cache.sweep()
+    assert not [name for name, _ in cluster.catalogue.cache._index.names("object") if name.private]
+    ticket = cluster.router.suspend(served.run.source, LocalCluster.NODE, Durability.DISK, deadline_s=DEADLINE_S)
+    assert [name for name, _ in cluster.catalogue.cache._index.names("object") if name.private]
+    assert cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S).mark == served.mark
 
 
 def test_upkeep_is_done_in_the_background(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from tiered_cache.cache import Hit, Kept, Offer, PlannedFrame, TieredCache
 from tiered_cache.deadline import Clock, Deadline, until
 from tiered_cache.engines.base import FrameName, HostArray
-from tiered_cache.errors import IdentityError, MissReason, StateError
+from tiered_cache.errors import IdentityError, MissReason, StateError, TieredCacheError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.policy.base import Hints
@@ -40,6 +40,8 @@ from tiered_cache.tiers.base import Durability
 
 EXPORT_BYTES_MAX = 256 << 20
 """How many raw bytes of a spill are here at once, and one call to an owner brings; a larger one comes in several."""
+DISCARD_S = 2.0
+"""How long the catalogue may take to let go of what a failed suspension has left in the store."""
 SPENT_MAX = 1 << 16
 """How many ended pins of earlier generations are remembered."""
 
@@ -128,10 +130,10 @@ class TieringService:
             if pin_s is not None and wanted is not None:
                 plan = self._pinned(offers, pin_s, deadline, in_store=all(loans))
         except BaseException:
-            self._discard(offers)
+            self._discard(offers, deadline)
             raise
         if pin_s is not None and plan is None:
-            self._discard(offers)
+            self._discard(offers, deadline)
         return _of_all(results, plan, 1 + len(spill.others))
 
     def _spill_rank(
@@ -172,11 +174,16 @@ class TieringService:
                 return plan
         return _joint_plan(self, offers, pin_s, deadline)
 
-    def _discard(self, offers: Sequence[Offer]) -> None:
-        """Let go of a suspended sequence's own frames: it goes on where it was."""
-        for offer in offers:
-            if offer.private and (hit := self.cache.plan_of(offer, pin_s=0.0)) is not None and hit.pin is not None:
-                self.cache.unpin(hit.pin)
+    def _discard(self, offers: Sequence[Offer], deadline: Deadline) -> None:
+        """Let go of a suspended sequence's own frames, here and in the store: it goes on where it was."""
+        for offer in offers if any(offer.private for offer in offers) else ():
+            for place in (self, self._catalogue):
+                with suppress(TieredCacheError):  # then they are the policy's to drop
+                    if place is not None:
+                        left_s = deadline.last_step_s(DISCARD_S)
+                        plan = place.plan_of(offer, 0.0, deadline_s=left_s)
+                        if plan is not None:
+                            place.unpin(plan.pin, plan.generation, deadline_s=left_s)
 
     def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
         """How to restore an offer's last checkpoint, pinned; None if it is not here whole."""
