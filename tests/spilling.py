@@ -185,7 +185,7 @@ def spill(
     offer = state.offer(*stops, private=private, request=request)
     grant = cache.admit(offer, durability, hints)
     receipts = cache.spill(grant, [state.export(offer, grant.keys)])
-    return Spilled(grant, receipts, cache.kept(offer))
+    return Spilled(grant, receipts, cache.kept(offer, grant))
 
 
 def match(cache: TieredCache, geometry: Geometry, tokens: Tokens, pin_s: float | None = None) -> LookUp:
