@@ -1,7 +1,8 @@
 """Deaths under load: a replay goes on while workers, tiering actors, the router and whole nodes are killed under it.
 
 Kills are spread over the requests at random, each at a random moment. The short run is part of the default one; the
-full one is the whole bundled trace with 34 kills of actors and 11 of nodes, and prints its figures:
+full one is the whole bundled trace with 34 kills of actors and 11 of nodes, and a part of it through workers of two
+ranks; both print their figures:
 
     pytest tests/ray/test_kills.py --slow -s
 """
@@ -197,17 +198,21 @@ def machines() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("requests", "actors", "nodes"),
-    [pytest.param(24, 3, 1, id="short"), pytest.param(400, 34, 11, id="full", marks=pytest.mark.slow)],
+    ("requests", "actors", "nodes", "shards"),
+    [
+        pytest.param(24, 3, 1, 1, id="short"),
+        pytest.param(400, 34, 11, 1, id="full", marks=pytest.mark.slow),
+        pytest.param(120, 12, 3, 2, id="sets", marks=pytest.mark.slow),
+    ],
 )
 def test_a_replay_survives_deaths_at_random_moments(
-    machines: Any, tmp_path: Path, requests: int, actors: int, nodes: int
+    machines: Any, tmp_path: Path, requests: int, actors: int, nodes: int, shards: int
 ) -> None:
     shared_memory = set(Path("/dev/shm").iterdir())
     disk_dir = tmp_path / "tiers"
     settings = ClusterSettings(
         WORKERS,
-        WorkerSettings(),
+        WorkerSettings("qsa-ple-gdn:tiny" if shards == 1 else "mla-dsa-kda:tiny", shards=shards),
         TierSettings(16 << 20, disk_dir, DISK_BYTES, SyncPolicy.NEVER),
         name=f"kills-{requests}",
     )
@@ -244,7 +249,8 @@ def check_that_nothing_is_held(cluster: RayCluster) -> None:
         if (len(cluster.workers), len(cluster.tierings)) != (WORKERS, WORKERS):
             return "not all are back"
         sums: Counter[str] = Counter()
-        for worker in cluster.workers.values():
+        owners = [name for worker in cluster.workers for name in cluster.cluster.owners(worker)]
+        for worker in map(cluster.cluster.owner, owners):
             worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S)  # it lets go of what has run out
             sums["state"] += worker.call(int, "held_bytes", deadline_s=DEADLINE_S)
         for tiering in cluster.tierings.values():
@@ -266,7 +272,7 @@ def check_that_nothing_is_held(cluster: RayCluster) -> None:
 
 
 def check_what_is_on_disk(disk_dir: Path) -> None:
-    """Every frame is sound, and nothing but frames is left once whoever opens the directory next has tidied it."""
+    """Every frame is sound, and nothing but frames is left, nor room held, when the next one has tidied up there."""
     checked = list(check_directory(disk_dir))
     assert checked
     assert not [file for file in checked if file.error]
