@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ import ray
 from faulty_workers import FaultyWorker
 from serving import DEADLINE_S, serve, some_tokens
 
+from actors.blueprint import Blueprint, place_workers
 from actors.cluster import RAY_NAMESPACE, RayCluster
 from actors.names import ClusterName
 from actors.ports import Port, RemoteOwner
-from tiered_cache.config import ClusterSettings
+from actors.sequence import SequenceActor
+from tiered_cache.config import ClusterSettings, WorkerSettings
 from tiered_cache.errors import CapacityError, ConfigError, IdentityError, TierError
+from tiered_cache.service.owner_set import OwnerSet
+from tiered_cache.service.router import RouterSettings
 
 Start = Callable[..., RayCluster]
 
@@ -109,3 +114,34 @@ def test_names_and_ports_travel() -> None:
     assert sent == name
     owner = pickle.loads(pickle.dumps(name.owner("x")))
     assert (type(owner), owner.actor, owner.ray_namespace) == (RemoteOwner, "a/x", "b")
+
+
+def test_lost_workers_go_where_there_is_room_for_one() -> None:
+    """As many on a node as at the start, and never more than it has GPUs for; the others wait."""
+    settings = ClusterSettings(workers=4, worker=WorkerSettings("mla-dsa-kda:tiny", num_gpus=0.5, shards=2))
+    at_start = Blueprint(settings, SequenceActor, RouterSettings(), detached=False)
+    assert (at_start.workers, at_start.gpus_each) == (("worker-0", "worker-1", "worker-2", "worker-3"), 1.0)
+    places = place_workers(at_start.workers, {"a": 4.0, "b": 1.5, "c": 0.5}, {}, at_start)
+    assert places == {"worker-0": "a", "worker-1": "b", "worker-2": "a", "worker-3": "a"}
+    then = replace(at_start, workers_per_node=2)
+    alive = {"worker-1": "b", "worker-3": "d"}
+    lost = ["worker-0", "worker-2"]
+    assert place_workers(lost, {"b": 9.0, "d": 1.0}, alive, then) == {"worker-0": "b"}, "d has no GPU left"
+    assert place_workers(lost, {"b": 9.0, "d": 9.0}, alive, then) == {"worker-0": "b", "worker-2": "d"}
+    assert place_workers(lost, {"b": 9.0, "d": 9.0, "e": 9.0}, alive, then) == {"worker-0": "e", "worker-2": "b"}
+    assert place_workers(lost, {}, alive, then) == {}
+
+
+def test_sets_have_an_actor_a_rank_and_names_that_travel() -> None:
+    name = ClusterName("a", "b", 2, patient=True)
+    assert name.owners("worker-3") == ("worker-3.0", "worker-3.1")
+    worker = name.worker("worker-3")
+    assert isinstance(worker, OwnerSet)
+    assert worker is name.worker("worker-3")
+    assert [rank.actor for rank in worker.ranks if isinstance(rank, RemoteOwner)] == ["a/worker-3.0", "a/worker-3.1"]
+    sent = pickle.loads(pickle.dumps(name))
+    assert (sent, sent.patient) == (name, True)
+    name.forget("worker-3")
+    assert worker is not name.worker("worker-3")
+    alone = ClusterName("a", "b")
+    assert alone.worker("worker-3") is alone.owner("worker-3")
