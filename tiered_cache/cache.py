@@ -23,6 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -88,6 +89,8 @@ LIKELY_MAX = 1 << 12
 """How many checkpoints are looked at when copies are made ahead of need."""
 PART_S = 30.0
 """The longest that one tier is waited for in what another could do without."""
+FIND_AGAIN_S = 10.0
+"""How long until a tier that could not be listed is asked again."""
 ENCODE_S = 60.0
 """How long to wait for the executor to encode a batch."""
 _REQUEST_TOKENS_MIN = 1 << 10  # a short request is charged as much: what it takes besides its tokens
@@ -368,6 +371,7 @@ class TieredCache:
         self._ahead = ahead
         self._ahead_runs = self._ahead_again = self._closed = False
         self._ahead_job: Future[None] | None = None
+        self._unread: dict[str, float] = {}  # tiers that could not be listed, and when to try again
         self._clock = clock
         self._running: OrderedDict[int, _Running] = OrderedDict()
         self._running_tokens = 0
@@ -670,6 +674,7 @@ class TieredCache:
             elif self._shared is not None and not offer.private:
                 self._shared.left(offer, hints)
             if places or grant.loan is not None:
+                self._find_late()
                 self._drop_left()
                 self._drop_expired()
                 if not offer.private:
@@ -1215,6 +1220,7 @@ class TieredCache:
 
     def _keep_ahead(self) -> None:
         while True:
+            self._find_late()
             for level in self._levels:
                 if level.below is None:
                     continue
@@ -1340,21 +1346,55 @@ class TieredCache:
         for level in self._levels:
             level.judge_if_listed(key, decoded=True)
 
-    def recover(self) -> int:
+    def recover(self, *, later: bool = False) -> int:
         """Rebuild the index from what the durable tiers hold, by their names alone; returns how many frames there are.
 
         To be called once, before anything else. Files that are no frames, and frames of namespaces without a sound
         descriptor, are left alone and counted. Rows that no checkpoint needs, the rest of a spill that was cut off,
         are deleted; so is what a smaller budget than before has no room for, as the policy chooses. Raises
-        `TierError` if a tier cannot be listed.
+        `TierError` if a tier cannot be listed; with `later`, what it holds is found as soon as it can be, by a spill
+        or while copies are made ahead, and is used no sooner.
         """
         found = 0
         for level in self._levels:
-            if level.tier.durability is not Durability.HOST:
-                found += level.adopt()
-                if level.tier.usage().bytes_free < 0:
-                    self._make_room(level, 0)
+            if level.tier.durability is Durability.HOST:
+                continue
+            try:
+                found += self._find(level)
+            except TierError as error:
+                if not later:
+                    raise
+                self._unread[level.name] = self._clock() + FIND_AGAIN_S
+                _log.warning("tier %s: what it holds is not known yet: %s", level.name, error.message)
         return found
+
+    def _find(self, level: Level) -> int:
+        try:
+            found = level.adopt()
+        except TierError:
+            self._count(f"errors.{level.name}.list")
+            raise
+        if level.tier.usage().bytes_free < 0:
+            self._make_room(level, 0)
+        return found
+
+    def _find_late(self) -> None:
+        """Look again at the tiers that could not be listed."""
+        if not self._unread:
+            return
+        with self._lock:
+            now_s = self._clock()
+            due = [level for level in self._levels if self._unread.get(level.name, math.inf) <= now_s]
+            self._unread.update((level.name, now_s + FIND_AGAIN_S) for level in due)
+        for level in due:
+            try:
+                with _some_time():
+                    found = self._find(level)
+            except TierError:
+                continue
+            with self._lock:
+                self._unread.pop(level.name, None)
+            _log.warning("tier %s: %d frames are found", level.name, found)
 
     # Figures
 

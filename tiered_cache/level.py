@@ -889,7 +889,7 @@ class Level:
         return read_descriptor(bytes(answer), namespace)
 
     def adopt(self, only: Namespace | None = None) -> int:
-        """List what the tier holds, of one namespace or of all, by names alone; how many frames that are.
+        """List what the tier holds and is not listed, of one namespace or of all, by names alone; how many frames.
 
         Names that are no frames', and frames of namespaces without a sound descriptor, are left alone and counted.
         Rows that no checkpoint needs, the rest of a spill that was cut off, are deleted.
@@ -898,6 +898,8 @@ class Level:
         self.tier.quarantined()  # so that all of it is counted
         counters = self._state.counters
         with self._state.lock:
+            held = self._index.holds
+            keys = [p for p in keys if plain_name(p[0]) not in self.staged and not held(p[0], self.name)]
             known = [pair for pair in keys if pair[0].namespace in self._state.namespaces]
             found = (_Found(plain_name(key), size, key.private, verified=False) for key, size in known)
             contradicting = self._list(found, "found")

@@ -42,7 +42,7 @@ from spilling import (
     total,
 )
 
-from tiered_cache.cache import Bytes, DeclineReason, Hit, Kept, TieredCache
+from tiered_cache.cache import Bytes, DeclineReason, Hit, Kept, TieredCache, TierSlot
 from tiered_cache.errors import (
     FrameError,
     GeometryError,
@@ -56,6 +56,7 @@ from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, FrameKey, PrefixChain, Tokens
 from tiered_cache.namespace import Namespace, descriptor_path
 from tiered_cache.policy.base import Hints
+from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.prefix_tree import plain_name
 from tiered_cache.testing.faults import Fault, FaultyTier
 from tiered_cache.tiers.base import Durability, GetRequest, PutItem, PutOutcome, Reservation, Tier
@@ -535,6 +536,37 @@ def test_a_restart_leaves_alone_what_it_does_not_know_and_counts_it(tmp_path: Pa
         assert hit is not None
         restore(cache, ROWS, hit, tokens)
         assert cache.counters()["descriptors.disk.quarantined"] == 1
+
+
+def test_what_a_tier_holds_that_did_not_answer_at_the_start_is_found_later(tmp_path: Path) -> None:
+    clock, tokens = Clock(), some_tokens(9)
+    with node(open_host(), open_disk(tmp_path), checked=False) as before:
+        spill(before, State(MIXED, tokens), durability=DISK)
+    disk = FaultyTier(open_disk(tmp_path))
+    with ThreadPoolExecutor(1) as executor:
+        cache = TieredCache([TierSlot(open_host(), LruPolicy()), TierSlot(disk, LruPolicy())], executor, clock=clock)
+        disk.inject("list", Fault.ERROR)
+        with pytest.raises(TierError):
+            cache.recover()
+        disk.inject("list", Fault.ERROR)
+        assert cache.recover(later=True) == 0
+        cache.register(State(MIXED, tokens).identity, MIXED)
+        own = State(MIXED, some_tokens(13, seed=1), lineage=9)
+        assert spill(cache, own, durability=DISK, private=True).kept  # what is there meanwhile stays as it is
+        assert match(cache, MIXED, np.append(tokens, tokens[:1])).hit is None
+        hit = cache.plan_of(own.offer(private=True), pin_s=60.0)
+        disk.inject("list", Fault.ERROR)
+        for _ in range(2):
+            clock.now_s += 11
+            spill(cache, State(MIXED, some_tokens(5, seed=2)))
+        assert cache.counters()["errors.disk.list"] == 3
+        found = match(cache, MIXED, np.append(tokens, tokens[:1])).hit
+        assert found is not None
+        restore(cache, MIXED, found, tokens)
+        assert hit is not None
+        restore(cache, MIXED, hit, own.tokens, own=own.offer(private=True))
+        check_books(cache)
+        cache.close()
 
 
 def test_the_rest_of_a_spill_that_was_cut_off_is_deleted(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def build_cache(
         slots.append(TierSlot(disk, build_policy(settings.policy, settings.seed), mode))
     bytes_max = settings.in_flight_bytes
     cache = TieredCache(slots, executor, ahead=ahead, shared=shared, in_flight_bytes=bytes_max, clock=clock)
-    cache.recover()
+    cache.recover(later=True)
     return cache
 
 
