@@ -577,7 +577,11 @@ class TieredCache:
         count = max(1, sum(total <= bytes_max for total in itertools.accumulate(sizes)))
         if not keys:
             return []
-        count = self.in_flight.take(sizes[:count])
+        try:
+            count = self.in_flight.take(sizes[:count])
+        except CapacityError:
+            self._count(f"unserved.{MissReason.CAPACITY}")
+            raise
         bodies: list[Bytes | MissReason] = [MissReason.LOST] * count
         try:
             self._fetch(keys[:count], wanted, bodies)
@@ -585,6 +589,7 @@ class TieredCache:
         finally:
             for body, size in zip(bodies, sizes, strict=False):
                 if isinstance(body, MissReason):
+                    self._count(f"unserved.{body}")
                     self.in_flight.give_back(size)
                 else:
                     self.in_flight.give_back_with(body, size)
@@ -1401,7 +1406,10 @@ class TieredCache:
     def counters(self) -> dict[str, int]:
         """How often what happened since the start: never goes down.
 
-        `frames.TIER.put` + `frames.TIER.found` - all other `frames.TIER.REASON` = frames in the tier; `bytes` likewise.
+        Reasons are of closed lists: `misses` and `unserved` (frames that were asked for, and did not come) of
+        `MissReason`, `declined` of `DeclineReason`, `dropped.TIER` of `RemovalReason`. `frames.TIER.lost` are those
+        that were there and are not any more, by nobody's decision. `frames.TIER.put` + `frames.TIER.found` - all other
+        `frames.TIER.REASON` = frames in the tier; `bytes` likewise.
         """
         with self._lock:
             return dict(self._counters)

@@ -64,7 +64,12 @@ _MISS_AFTER = {
     RemovalReason.QUARANTINED: MissReason.QUARANTINED,
     RemovalReason.LOST: MissReason.LOST,
     RemovalReason.EXPIRED: MissReason.EXPIRED,
+    RemovalReason.EVICTED: MissReason.EVICTED,
+    RemovalReason.MOVED: MissReason.EVICTED,  # and what it moved to has dropped it since
+    RemovalReason.CROWDED: MissReason.EVICTED,
+    RemovalReason.DISCARDED: MissReason.EVICTED,
 }
+"""Why a look-up misses what was removed: of every reason there is."""
 
 
 class Chain(Protocol):
@@ -641,4 +646,4 @@ class PrefixIndex:
 
 
 def _miss(reason: RemovalReason) -> MissReason:
-    return _MISS_AFTER.get(reason, MissReason.EVICTED)
+    return _MISS_AFTER[reason]

@@ -420,14 +420,17 @@ class Level:
                 self.staging_bytes += bytes_
             try:
                 for frames in batches:
-                    bytes_ -= self._stage(frames, room)
+                    staged, error = self._stage(frames, room)
+                    bytes_ -= staged
+                    if error is not None:
+                        raise error
             finally:
                 room.release()
                 with self._state.lock:
                     self.staging_bytes -= bytes_
 
-    def _stage(self, frames: Sequence[StoredFrame], room: Reservation) -> int:
-        """At most a batch; how many of the bytes on their way are staged now."""
+    def _stage(self, frames: Sequence[StoredFrame], room: Reservation) -> tuple[int, TierError | None]:
+        """At most a batch; how many of the bytes on their way are staged now, and why others could not be read."""
         names = [stored.name for stored in frames]
         leftover: list[FrameName] = []
         try:
@@ -453,10 +456,10 @@ class Level:
                     self.staged_bytes += bytes_
                     self.staging_bytes -= bytes_
                     self._state.counters[f"ahead.{self.name}.copied"] += len(sound)
-                if reading.errors:
-                    self._doom([name for name in names if name not in self.staged])
-                    raise reading.errors.pop()
-                return bytes_
+                if not reading.errors:
+                    return bytes_, None
+                self._doom([name for name in names if name not in self.staged])
+                return bytes_, reading.errors.pop()
         finally:
             self.delete(leftover)
 
