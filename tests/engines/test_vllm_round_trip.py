@@ -1,8 +1,10 @@
 """vLLM spills through the tier, a fresh process loads: tokens and logprobs are those of an engine without it.
 
 An engine without the tier answers every prompt twice, the second time from its own prefix cache on the device: what is
-loaded must give exactly that. Then one prompt's frames are flipped, another's cut short, a third's state is missing,
-and each is computed, exactly; and a fourth's are forged so that no check can see it, which shows that bytes are used.
+loaded must give exactly that. (For MLA vLLM has no prefix cache on a CPU, and its decode kernel rounds otherwise than
+prefill: there the tokens are compared, and logprobs within `NEAR`.) Then one prompt's frames are flipped, another's cut
+short, a third's state is missing, and each is computed, exactly; and a fourth's are forged so that no check can see it,
+which shows that bytes are used.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from vllm_runs import (
     Answer,
     Outcome,
     answers,
+    distance,
     finish,
     flip,
     forge,
@@ -39,8 +42,8 @@ from tiered_cache.identity import CHECKPOINT, FrameKey
 
 REPRESENTATIVE = {"llama", "qwen3_next"}
 PROMPTS = ("whole", "flipped", "truncated", "missing", "forged")
-EXACT = {"llama", "gemma3", "qwen3_next", "granitemoehybrid"}
-"""Whose CPU kernels give the same bits however the prompt was cut; MLA's do not."""
+MLA = {"glm_moe_dsa"}
+NEAR = 0.05
 
 
 @dataclass(frozen=True)
@@ -146,17 +149,21 @@ def test_spilling_changes_no_answer(case: Case) -> None:
 
 
 def test_a_fresh_process_goes_on_from_what_was_spilled(case: Case) -> None:
-    assert case.reused["whole"].cached_tokens == 2 * case.blocks
     assert case.loaded["whole"].cached_tokens == 2 * case.blocks
-    assert same(case.loaded["whole"], case.reused["whole"])
+    if case.family in MLA:
+        assert distance(case.loaded["whole"], case.computed["whole"]) < NEAR
+    else:
+        assert case.reused["whole"].cached_tokens == 2 * case.blocks
+        assert same(case.loaded["whole"], case.reused["whole"])
 
 
 @pytest.mark.parametrize("what", ["flipped", "truncated", "missing"])
 def test_what_is_bad_or_missing_is_computed(case: Case, what: str) -> None:
     answer = case.loaded[what]
     assert answer.cached_tokens < 2 * case.blocks
-    assert answer.tokens == case.computed[what].tokens
-    if case.family in EXACT or answer.cached_tokens == 0:
+    if case.family in MLA and answer.cached_tokens:
+        assert distance(answer, case.computed[what]) < NEAR
+    else:
         assert same(answer, case.computed[what])
 
 
@@ -169,4 +176,4 @@ def test_every_bad_frame_is_counted_and_set_aside(case: Case) -> None:
 
 def test_the_bytes_that_were_loaded_are_used(case: Case) -> None:
     assert case.loaded["forged"].cached_tokens == 2 * case.blocks
-    assert not same(case.loaded["forged"], case.reused["forged"])
+    assert distance(case.loaded["forged"], case.computed["forged"]) > 10 * NEAR

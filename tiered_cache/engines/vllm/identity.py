@@ -33,8 +33,6 @@ def check(vllm_config: Any) -> None:
     """Raise `ConfigError` for what would make equal names of different states."""
     problems = []
     cache = vllm_config.cache_config
-    if not cache.enable_prefix_caching:
-        problems.append("prefix caching is off: without it vLLM does not hash blocks")
     if cache.prefix_caching_hash_algo not in HASHES:
         problems.append(
             f"prefix_caching_hash_algo {cache.prefix_caching_hash_algo!r} is not one of {', '.join(sorted(HASHES))}: "
