@@ -15,6 +15,7 @@ from vllm_runs import Answer, Step, answers, finish, frames_of, grown, prompt_of
 
 from tiered_cache.check import check_directory
 
+pytestmark = pytest.mark.timeout(1800)  # engines start slowly on a busy machine
 BLOCK = 128
 PROMPTS = [prompt_of(seed, 2 * BLOCK + 4) for seed in range(4)]
 

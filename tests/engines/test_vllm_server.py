@@ -26,7 +26,7 @@ pytest.importorskip("vllm", reason="needs the environment of requirements-vllm.t
 from vllm_models import make_model, make_tokenizer
 from vllm_runs import HERE, prompt_of, transfer_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPT_TOKENS = 1540
 SIZE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "initializer_range": 0.05}

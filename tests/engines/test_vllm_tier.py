@@ -215,9 +215,10 @@ def test_a_reset_gives_transfers_up_and_ends_the_service(opened: Open, monkeypat
     scheduler.tier.drain_jobs()
     assert time.monotonic() - begun_s < 1
     assert not scheduler.result(number).success
+    assert scheduler.look_up(request) == [LookupResult.MISS] * 4
     assert scheduler.look_up(scheduler.request("third", 1)) == [LookupResult.MISS] * 4
     assert not scheduler.result(scheduler.submit(scheduler.request("fourth", 4), [0], load=False)).success
-    assert scheduler.tier.counters()["refused.weights_may_have_changed"] == 2
+    assert scheduler.tier.counters()["refused.weights_may_have_changed"] >= 2
     hang.set()
 
 

@@ -10,6 +10,7 @@ vLLM's. Named in `kv_connector_extra_config` as `spec_name` and `spec_module_pat
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import time
 from typing import Any
 
@@ -18,6 +19,10 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+STORED: list[str] = []
+LOADED: list[str] = []
+"""The digest of every block that this process's workers have copied from the device, and to it."""
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
@@ -61,7 +66,7 @@ class NumpyCopyWorker(OffloadingWorker):
             for number in range(first, first + size):
                 if number == first or number % per_chunk == 0:
                     chunk = next(chunks)
-                block = next(blocks)
+                block, digest = next(blocks), hashlib.sha256()
                 for ref in refs:
                     page = self._tensors[ref.tensor_idx].page_size_bytes
                     start = number % per_chunk * page
@@ -69,6 +74,8 @@ class NumpyCopyWorker(OffloadingWorker):
                     here = self._tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].numpy()
                     np.copyto(there, here) if to_host else np.copyto(here, there)
                     copied += ref.page_size_bytes
+                    digest.update(here)
+                (STORED if to_host else LOADED).append(digest.hexdigest())
         assert next(blocks, None) is None
         assert next(chunks, None) is None
         self._done.append(TransferResult(job_id, True, copied, time.perf_counter() - begun_s))

@@ -109,7 +109,14 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
             answers.append(answer)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     engine.core.shutdown()
-    return {"answers": answers, "counters": engine.tier.counters() if engine.tier is not None else {}}
+    import vllm_cpu_shim
+
+    return {
+        "answers": answers,
+        "counters": engine.tier.counters() if engine.tier is not None else {},
+        "stored": vllm_cpu_shim.STORED,
+        "loaded": vllm_cpu_shim.LOADED,
+    }
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ for a while. A load that failed ends in a shorter hit, or in none, and vLLM comp
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -94,7 +95,7 @@ class TieredCacheTier(SecondaryTierManager):
         self._was_reset = False
         self._loads = DaemonExecutor(LOAD_THREADS, "tiered-cache-load")
         self._searches = DaemonExecutor(1, "tiered-cache-search")
-        self._shared = self.settings.tiers.disk_dir is not None
+        self._no_search_until_s = 0.0 if self.settings.tiers.disk_dir is not None else math.inf
         self._copies = DaemonExecutor(1, "tiered-cache-copy")
         self._keeps = DaemonExecutor(1, "tiered-cache-keep")
         self._encoders = DaemonExecutor(self.settings.tiers.executor_threads, "tiered-cache-encode")
@@ -182,7 +183,7 @@ class TieredCacheTier(SecondaryTierManager):
         known.plan = store.match(request.block_hashes, limit, self.settings.load_deadline_s)
         known.progress.request = known.plan.request
         known.progress.known_tokens = max(known.progress.known_tokens, known.plan.tokens)
-        if self._shared and not known.searched and known.tokens_max is None:
+        if not known.searched and known.tokens_max is None and time.monotonic() >= self._no_search_until_s:
             known.searched = True
             if (limit - 1) // store.layout.block_tokens * store.layout.block_tokens > known.plan.tokens:
                 known.search_until_s = time.monotonic() + self.settings.search_deadline_s
@@ -199,7 +200,7 @@ class TieredCacheTier(SecondaryTierManager):
             if time.monotonic() < known.search_until_s:
                 return None
             self._count("searches.deadline")
-            self._missed_deadline()
+            self._no_search_until_s = time.monotonic() + self.settings.rest_s
             known.search.cancel()
             known.search = None
             return False
@@ -222,7 +223,7 @@ class TieredCacheTier(SecondaryTierManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         known = self._requests.get(req_context.req_id)
-        if known is None or known.plan is None:
+        if known is None or known.plan is None or self._was_reset:
             return LookupResult.MISS
         if known.search is not None:
             return LookupResult.RETRY
