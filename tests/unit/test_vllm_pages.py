@@ -293,6 +293,7 @@ def test_settings_are_checked_by_name() -> None:
         ({**document, "load_deadline_s": 0}, "load_deadline_s"),
         ({**document, "disk_bytes": "many"}, "disk_bytes"),
         ({**document, "disk_sync": "perhaps"}, "perhaps"),
+        ({"object_url": "s3://bucket/x", "object_bytes": "1GiB"}, "catalogue"),
     ):
         with pytest.raises(ConfigError, match=match):
             VllmSettings.from_document(wrong)

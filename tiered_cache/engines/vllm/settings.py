@@ -85,6 +85,8 @@ class VllmSettings:
             if "disk_sync" in tiers:
                 tiers["disk_sync"] = SyncPolicy(tiers["disk_sync"])
             checked = TierSettings(**tiers)  # type: ignore[arg-type]
+            if checked.object_url is not None:
+                raise ConfigError("tiered_cache: object_url is for clusters with a catalogue, which vLLM does not ask")
             own.setdefault("durability", _default_durability(checked).name.lower())
             own["durability"] = Durability[str(own["durability"]).upper()]
             own["salt"] = str(own.get("salt", "")).encode()
@@ -107,9 +109,7 @@ class VllmSettings:
 
 
 def _default_durability(tiers: TierSettings) -> Durability:
-    if tiers.disk_dir is not None:
-        return Durability.DISK
-    return Durability.HOST if tiers.object_url is None else Durability.OBJECT
+    return Durability.HOST if tiers.disk_dir is None else Durability.DISK
 
 
 def _default_digest_cache() -> Path:
