@@ -22,9 +22,9 @@ from typing import Any
 from vllm_models import unpack_smollm2
 from vllm_runs import Answer, Outcome, Step, answers, distance, flip, run, transfer_of
 
-DOCUMENT_TOKENS = 1024
+DOCUMENT_TOKENS = 768
 QUESTION_TOKENS = 256
-USERS = 4
+USERS = 3
 SETTINGS = {"max_model_len": 2048, "kv_cache_memory_bytes": 512 << 20}
 
 

@@ -6,6 +6,7 @@ or does something to the tier (`STEPS`). The result has the answers and the tier
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -120,6 +121,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, repeat=True)  # into the log, if it hangs
     result = run(json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(result))
     sys.stdout.flush()

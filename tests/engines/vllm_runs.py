@@ -23,7 +23,7 @@ from tiered_cache.namespace import read_descriptor
 
 HERE = Path(__file__).parent
 BLOCK_TOKENS = {"llama": 128, "gemma3": 128, "qwen3_next": 256, "granitemoehybrid": 256, "glm_moe_dsa": 16}
-DEADLINE_S = 600
+DEADLINE_S = 1200
 Step = tuple[str, object]
 
 
