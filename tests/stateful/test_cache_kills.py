@@ -33,12 +33,12 @@ HOST_BYTES, DISK_BYTES = 40_000, 600_000
 
 @contextmanager
 def start(directory: Path, say: Callable[..., None] = lambda *_: None) -> Iterator[TieredCache]:
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(1) as executor, ThreadPoolExecutor(1) as ahead:
         slots = [
             TierSlot(open_host(HOST_BYTES), LruPolicy()),
             TierSlot(open_disk(directory, DISK_BYTES), Telling(say), Mode.FAST),
         ]
-        with contextlib.closing(TieredCache(slots, executor)) as cache:
+        with contextlib.closing(TieredCache(slots, executor, ahead=ahead)) as cache:
             cache.recover()
             cache.register(IDENTITY, MIXED)
             yield cache
