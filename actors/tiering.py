@@ -12,6 +12,7 @@ from actors.metrics import ActorMetrics
 from actors.names import ClusterName
 from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import TierSettings
+from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import MissReason
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
@@ -69,9 +70,9 @@ class TieringActor:
         return self.cache.counters()
 
     def usage(self, *, deadline_s: float) -> dict[str, TierUsage]:
-        """Each tier's budget and what it holds."""
-        del deadline_s
-        return self.cache.usage()
+        """The budget, and what they hold, of the tiers that answer."""
+        with until(Deadline.after(deadline_s)):
+            return self.cache.usage()
 
     def _samples(self) -> Iterator[Sample]:
         yield from counter_samples("cache", self.cache.counters())

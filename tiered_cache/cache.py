@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -1415,8 +1415,12 @@ class TieredCache:
             return dict(self._counters)
 
     def usage(self) -> dict[str, TierUsage]:
-        """Each tier's budget and what it holds."""
-        return {level.name: level.tier.usage() for level in self._levels}
+        """The budget, and what they hold, of the tiers that answer."""
+        found: dict[str, TierUsage] = {}
+        for level in self._levels:
+            with suppress(TierError):
+                found[level.name] = level.tier.usage()
+        return found
 
     def health(self) -> dict[str, TierHealth]:
         """How each tier's calls went, the shared one's among them, and which tier is left alone for a while."""
