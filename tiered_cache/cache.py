@@ -49,6 +49,7 @@ from tiered_cache.errors import (
     TieredCacheError,
     TierError,
 )
+from tiered_cache.flights import Flights, Waiters
 from tiered_cache.frame import EncodedFrame, Frame
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, FrameKey, Identity, PrefixChain
@@ -65,7 +66,7 @@ from tiered_cache.index import (
     RemovalReason,
     private_checkpoint,
 )
-from tiered_cache.level import CacheState, Landed, Level, StoredFrame, key_of
+from tiered_cache.level import WAITING_MAX, CacheState, Landed, Level, StoredFrame, key_of
 from tiered_cache.namespace import BAD, Namespace
 from tiered_cache.policy.base import CachePolicy, Hints, Proposal, Request
 from tiered_cache.policy.lifetimes import Lifetimes
@@ -366,6 +367,7 @@ class TieredCache:
         self._by_name = {level.name: level for level in levels}
         self._order = {level.name: number for number, level in enumerate(levels)}
         self._shared = shared
+        self._flights = Flights(shared.name, Waiters(shared.name, WAITING_MAX)) if shared is not None else None
         self.in_flight = BytesInFlight(in_flight_bytes)
         self._executor = executor
         self._ahead = ahead
@@ -626,7 +628,8 @@ class TieredCache:
         known = self._state.namespaces.get(keys[left[0]].namespace) if left else None
         if self._shared is None or known is None:
             return
-        answers = self._shared.get([keys[i] for i in left], known)
+        assert self._flights is not None
+        answers = self._flights.get([keys[i] for i in left], partial(self._shared.get, known=known))
         for i, answer in zip(left, answers, strict=True):
             if isinstance(answer, memoryview):
                 bodies[i] = np.frombuffer(answer, np.uint8)

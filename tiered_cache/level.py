@@ -14,7 +14,6 @@ out to be bad passes through here:
 - Copies of what the level above holds may be put ahead of need: *staged*, they are read back, but not listed, and no
   policy knows of them, until the checkpoint that they belong to really moves; then they only need to be listed.
 - A call that nobody waits for any more keeps its names until it has ended.
-- Who asks for a frame that is being read already gets the same bytes, or the same error: it is read once for all.
 
 The lock over index, policies and figures is never held while the tier is asked for anything.
 """
@@ -27,9 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from tiered_cache.codecs import Mode
@@ -42,6 +39,7 @@ from tiered_cache.errors import (
     TierError,
     VersionError,
 )
+from tiered_cache.flights import Flights, Waiters
 from tiered_cache.identity import CHECKPOINT, FrameKey
 from tiered_cache.index import (
     Chain,
@@ -138,13 +136,6 @@ class _Reading(NamedTuple):
     """The tier could not say."""
 
 
-class _Flight(NamedTuple):
-    """A read that all wait for who ask for the same frame, until it has an answer or has taken too long."""
-
-    answer: Future[GetAnswer]
-    until_s: float
-
-
 class CacheState:
     """What the levels of one cache share, and the lock over it."""
 
@@ -214,8 +205,8 @@ class Level:
         self._busy: set[FrameName] = set()
         self._lent: Counter[FrameName] = Counter()
         self._late: Counter[FrameName] = Counter()  # of calls that nobody waits for any more
-        self._flights: dict[str, _Flight] = {}  # what is being read, by path
-        self._waiting = 0
+        self._waiters = Waiters(tier.name, None if tier.durability is Durability.HOST else WAITING_MAX)
+        self._flights = Flights(tier.name, self._waiters)
         self._doomed: dict[FrameName, None] = {}  # may be there and are not listed
         self.staged: dict[FrameName, _Found] = {}
         """Sound copies of frames of the level above that are here and not listed."""
@@ -250,24 +241,11 @@ class Level:
         """Wait, with the lock held, until nobody is at work on these frames."""
         if not self._busy.isdisjoint(names):
             limit_s = wait_s(ALONE_S)
-            with self._waits():
+            with self._waiters.one():
                 if not self._state.freed.wait_for(lambda: self._busy.isdisjoint(names), limit_s):
                     what = f"others work on the same frames for more than {limit_s:.3g} s"
                     raise DeadlineError(what, None, self.name)
         self._refuse_late(names)
-
-    @contextmanager
-    def _waits(self) -> Iterator[None]:
-        """Count a wait for another thread's work. Raises `DeadlineError` if too many wait already."""
-        with self._state.lock:
-            if self._waiting >= WAITING_MAX and self.tier.durability is not Durability.HOST:
-                raise DeadlineError(f"{self._waiting} others wait for the same tier", None, self.name)
-            self._waiting += 1
-        try:
-            yield
-        finally:
-            with self._state.lock:
-                self._waiting -= 1
 
     def _keep_late(self, names: Collection[FrameName], error: TieredCacheError) -> None:
         """If the call that gave this error still runs, nobody else may touch its names until it has ended."""
@@ -694,59 +672,8 @@ class Level:
         return answers
 
     def share(self, keys: Sequence[FrameKey]) -> Sequence[GetAnswer]:
-        """Like `get`, but what another thread is reading is not read again: both have its answer.
-
-        A reader whose deadline passes leaves; the others wait for what it has asked for.
-        """
-        flights: dict[str, _Flight] = {}
-        mine: dict[str, FrameKey] = {}
-        paths = [key.path() for key in keys]
-        now_s = time.monotonic()
-        with self._state.lock:
-            for key, path in zip(keys, paths, strict=True):
-                if path not in self._flights:
-                    self._flights[path], mine[path] = _Flight(Future(), now_s + ALONE_S), key
-                flights[path] = self._flights[path]
-        answers = self._lead(mine) if mine else {}
-        return [answers[path] if path in answers else self._follow(path, flights[path]) for path in paths]
-
-    def _lead(self, keys: dict[str, FrameKey]) -> dict[str, GetAnswer]:
-        """Read for all who ask; what still runs when this thread's time is over is theirs to wait for."""
-        answers: dict[str, GetAnswer] = {}
-        try:
-            answers.update(zip(keys, self.get(keys.values()), strict=True))
-        finally:
-            for path in keys:
-                answer = answers.get(path, TierError("who read it for others has failed", path, self.name))
-                if isinstance(answer, LateError) and answer.by_caller:
-                    answer.ended.add_done_callback(partial(self._landed, path))
-                else:
-                    self._land(path, answer)
-        return answers
-
-    def _landed(self, path: str, late: Future[GetAnswer]) -> None:
-        failure = late.exception()
-        self._land(path, late.result() if failure is None else TierError(str(failure), path, self.name))
-
-    def _land(self, path: str, answer: GetAnswer) -> None:
-        with self._state.lock:
-            flight = self._flights.pop(path, None)
-        if flight is not None:
-            flight.answer.set_result(answer)
-
-    def _follow(self, path: str, flight: _Flight) -> GetAnswer:
-        if flight.answer.done():
-            return flight.answer.result()
-        try:
-            with self._waits():
-                return flight.answer.result(wait_s(max(0.0, flight.until_s - time.monotonic())))
-        except TimeoutError:
-            late = DeadlineError("it is being read, and was not here in time", path, self.name)
-            if time.monotonic() >= flight.until_s:
-                self._land(path, late)  # the next one tries anew
-            return late
-        except DeadlineError as error:
-            return error
+        """Like `get`, but what another thread is reading is not read again: both have its answer."""
+        return self._flights.get(keys, self.get)
 
     def _bytes_max(self, key: FrameKey) -> int:
         return self._state.namespace(key.namespace).frame_bytes(key.group, key.tokens)

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import pytest
 from spilling import (
+    IDENTITY,
     MIXED,
     NO_HINTS,
     State,
@@ -28,11 +29,14 @@ from spilling import (
     spill,
 )
 
-from tiered_cache.cache import Bytes, Hit, Kept, TieredCache
+from tiered_cache.cache import Bytes, Hit, Kept, TieredCache, TierSlot
+from tiered_cache.codecs import Mode
 from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import DeadlineError, MissReason, TierError
 from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.level import WAITING_MAX
+from tiered_cache.namespace import Namespace
+from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.tiers.base import Durability, GetAnswer, GetRequest, Tier
 from tiered_cache.tiers.wrappers import DeadlineTier, WrappedTier
 
@@ -130,7 +134,7 @@ def test_a_frame_is_read_once_for_all_who_ask_at_once(tmp_path: Path) -> None:
         disk.reads.clear()
         disk.gate.clear()
         askers = [slow.fetch(keys) for _ in range(8)]
-        eventually(lambda: cache._levels[1]._waiting == 7)
+        eventually(lambda: cache._levels[1]._waiters.waiting == 7)
         disk.gate.set()
         answers = [asker.result() for asker in askers]
         assert set(disk.reads.values()) == {1}
@@ -165,7 +169,7 @@ def test_an_error_reaches_all_and_the_next_one_tries_anew(tmp_path: Path) -> Non
         slow.disk.failing = True
         slow.disk.reads.clear()
         askers = [slow.fetch(keys) for _ in range(5)]
-        eventually(lambda: slow.cache._levels[1]._waiting == 4)
+        eventually(lambda: slow.cache._levels[1]._waiters.waiting == 4)
         slow.disk.gate.set()
         for asker in askers:
             assert asker.result() == [MissReason.TIER_ERROR] * len(keys)
@@ -183,7 +187,7 @@ def test_whose_deadline_passes_leaves_and_the_others_get_their_answer(who: str, 
         first = slow.fetch(keys, 0.3 if who == "the first" else 30.0)
         eventually(lambda: len(slow.disk.reads) == len(keys))
         other = slow.fetch(keys, 0.3 if who == "another" else 30.0)
-        eventually(lambda: slow.cache._levels[1]._waiting == 1)
+        eventually(lambda: slow.cache._levels[1]._waiters.waiting == 1)
         impatient, patient = (first, other) if who == "the first" else (other, first)
         assert impatient.result() == [MissReason.DEADLINE] * len(keys)
         assert not patient.done()
@@ -201,10 +205,44 @@ def test_a_read_that_never_ends_is_not_waited_for_by_those_who_come_later(
         slow.disk.gate.clear()
         assert slow.fetch(keys).result() == [MissReason.DEADLINE] * len(keys)
         assert not slow.cache._levels[1]._flights  # it has taken longer than any call may
-        monkeypatch.setattr("tiered_cache.level.ALONE_S", 0.1)
+        monkeypatch.setattr("tiered_cache.flights.FLIGHT_S", 0.1)
         assert slow.fetch(keys, 0.1).result() == [MissReason.DEADLINE] * len(keys)  # here its caller had no more time
         assert slow.fetch(keys).result() == [MissReason.DEADLINE] * len(keys)
         assert not slow.cache._levels[1]._flights
+
+
+class GatedStore:
+    """What nodes share, as far as a fetch needs it."""
+
+    name, durability, mode = "object", Durability.OBJECT, Mode.FAST
+
+    def __init__(self) -> None:
+        self.gate, self.reads = threading.Event(), 0
+
+    def get(self, keys: Sequence[FrameKey], known: Namespace) -> Sequence[GetAnswer]:
+        self.reads += len(keys)
+        assert self.gate.wait(30)
+        return [memoryview(key.path().encode()) for key in keys]
+
+    def introduce(self, known: Namespace) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_nodes_share_is_read_once_for_all_who_ask_a_node_for_it() -> None:
+    store = GatedStore()
+    with ThreadPoolExecutor(8) as threads:
+        cache = TieredCache([TierSlot(open_host(), LruPolicy())], threads, shared=store)  # type: ignore[arg-type]
+        cache.register(IDENTITY, MIXED)
+        keys = [State(MIXED, TOKENS).chain.key("rows", n, 0) for n in (4, 8)]
+        askers = [threads.submit(cache.fetch, keys, 1 << 20) for _ in range(5)]
+        assert cache._flights is not None
+        eventually(lambda: cache._flights is not None and cache._flights._waiters.waiting == 4)
+        store.gate.set()
+        for asker in askers:
+            assert [bytes(body) for body in asker.result()] == [key.path().encode() for key in keys]  # type: ignore[arg-type]
+        assert store.reads == 2
+        cache.close()
 
 
 # No wait beyond a deadline
@@ -240,7 +278,7 @@ def test_what_needs_a_tier_that_hangs_ends_by_its_deadline(call: str, tmp_path: 
 def check_idle(cache: TieredCache) -> None:
     for level in cache._levels:
         assert not level._busy
-        assert not level._waiting
+        assert not level._waiters.waiting
 
 
 def test_what_needs_no_disk_does_not_wait_for_one_that_hangs(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ FRAMES = CORE | {"codecs", "frame"}
 NODE = FRAMES | {
     "deadline",
     "in_flight",
+    "flights",
     "tiers",
     "prefix_tree",
     "index",
@@ -41,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "states": CORE | {"devices"},
     "deadline": {"errors"},
     "in_flight": {"errors", "deadline"},
+    "flights": {"errors", "identity", "deadline", "tiers"},
     "tiers": {"errors", "deadline"},  # a tier never learns what a frame is
     "prefix_tree": CORE,
     "index": CORE | {"prefix_tree"},

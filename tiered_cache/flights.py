@@ -1,0 +1,122 @@
+"""`Flights`: who asks for a frame that is being read already gets the same bytes, or the same error; it is read once.
+
+Waiters leave when their deadline passes, without disturbing the others, who wait for what the first one has asked for.
+How many threads may wait for others' work in one place is bounded (`Waiters`): they are missing elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+from tiered_cache.deadline import wait_s
+from tiered_cache.errors import DeadlineError, TierError
+from tiered_cache.identity import FrameKey
+from tiered_cache.tiers.base import GetAnswer, LateError
+
+FLIGHT_S = 60.0
+"""How long a read is waited for by anyone; who asks then reads anew."""
+
+
+class Waiters:
+    """Counts the threads that wait for others' work in one tier; `waiting_max`: None for any number."""
+
+    def __init__(self, tier: str, waiting_max: int | None) -> None:
+        self.waiting = 0
+        self._tier = tier
+        self._waiting_max = waiting_max
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Count a wait. Raises `DeadlineError` if too many wait already."""
+        with self._lock:
+            if self._waiting_max is not None and self.waiting >= self._waiting_max:
+                raise DeadlineError(f"{self.waiting} others wait for the same tier", None, self._tier)
+            self.waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.waiting -= 1
+
+
+class _Flight(NamedTuple):
+    """A read that all wait for who ask for the same frame, until it has an answer or has taken too long."""
+
+    answer: Future[GetAnswer]
+    until_s: float
+
+
+class Flights:
+    """The reads of one tier that are under way."""
+
+    def __init__(self, tier: str, waiters: Waiters) -> None:
+        self._tier = tier
+        self._waiters = waiters
+        self._lock = threading.Lock()
+        self._flights: dict[str, _Flight] = {}  # by path
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def get(
+        self, keys: Sequence[FrameKey], read: Callable[[Sequence[FrameKey]], Sequence[GetAnswer]]
+    ) -> Sequence[GetAnswer]:
+        """One answer a key; `read` is asked for those that nobody is reading."""
+        flights: dict[str, _Flight] = {}
+        mine: dict[str, FrameKey] = {}
+        paths = [key.path() for key in keys]
+        until_s = time.monotonic() + FLIGHT_S
+        with self._lock:
+            for key, path in zip(keys, paths, strict=True):
+                if path not in self._flights:
+                    self._flights[path], mine[path] = _Flight(Future(), until_s), key
+                flights[path] = self._flights[path]
+        answers = self._lead(mine, read) if mine else {}
+        return [answers[path] if path in answers else self._follow(path, flights[path]) for path in paths]
+
+    def _lead(
+        self, keys: dict[str, FrameKey], read: Callable[[Sequence[FrameKey]], Sequence[GetAnswer]]
+    ) -> dict[str, GetAnswer]:
+        """Read for all who ask; what still runs when this thread's time is over is theirs to wait for."""
+        answers: dict[str, GetAnswer] = {}
+        try:
+            answers.update(zip(keys, read(list(keys.values())), strict=True))
+        finally:
+            for path in keys:
+                answer = answers.get(path, TierError("who read it for others has failed", path, self._tier))
+                if isinstance(answer, LateError) and answer.by_caller:
+                    answer.ended.add_done_callback(partial(self._landed, path))
+                else:
+                    self._land(path, answer)
+        return answers
+
+    def _landed(self, path: str, late: Future[GetAnswer]) -> None:
+        failure = late.exception()
+        self._land(path, late.result() if failure is None else TierError(str(failure), path, self._tier))
+
+    def _land(self, path: str, answer: GetAnswer) -> None:
+        with self._lock:
+            flight = self._flights.pop(path, None)
+        if flight is not None:
+            flight.answer.set_result(answer)
+
+    def _follow(self, path: str, flight: _Flight) -> GetAnswer:
+        if flight.answer.done():
+            return flight.answer.result()
+        try:
+            with self._waiters.one():
+                return flight.answer.result(wait_s(max(0.0, flight.until_s - time.monotonic())))
+        except TimeoutError:
+            late = DeadlineError("it is being read, and was not here in time", path, self._tier)
+            if time.monotonic() >= flight.until_s:
+                self._land(path, late)  # the next one tries anew
+            return late
+        except DeadlineError as error:
+            return error
