@@ -149,6 +149,7 @@ class _Replay:
         )
         rows = tuple((name, words.count(number), words.percent(number / result.requests)) for name, _, number in parts)
         more = [
+            *((f"begun again: {why}", n) for why, n in result.retries_by_reason.items()),
             *((f"refused: {why}", n) for why, n in result.refusals_by_reason.items()),
             *((f"not kept: {words.reason(why)}", n) for why, n in result.declined_by_reason.items()),
         ]
