@@ -63,6 +63,17 @@ def conversations(path: Path, sessions: int = 12, turns: int = 5) -> Path:
 # ---- what is counted
 
 
+@pytest.mark.parametrize("host_bytes", [0, MIB])
+def test_states_come_back_from_an_object_store_without_a_mismatch(tmp_path: Path, host_bytes: int) -> None:
+    tiers = TierSettings(host_bytes, object_url=f"file://{tmp_path}/objects", object_bytes=64 * MIB, policy="lru")
+    cluster = ClusterSettings(tiers=tiers)
+    result = run(ReplaySettings(cluster), conversations(tmp_path / "t.jsonl", 11))
+    assert (result.mismatches, result.requests, result.restores) == (0, 55, 44)
+    assert result.counters["cache.bytes.object.put"] > 0
+    assert result.counters["cache.hits.object"] > 0
+    assert not result.refusals_by_reason | result.failures_by_reason
+
+
 def test_states_come_back_from_every_tier_on_any_worker_without_a_mismatch(tmp_path: Path) -> None:
     told: list[Progress] = []
     result = run(ReplaySettings(with_disk(tmp_path / "disk", MIB)), conversations(tmp_path / "t.jsonl", 11), told)
