@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -610,7 +610,9 @@ class TieredCache:
             pending = []
             for tier, indices in asked.items():
                 level = self._by_name[tier]
-                answers = level.share([keys[i] for i in indices])
+                last = level is self._levels[-1] and self._shared is None
+                with nullcontext() if last else _some_time():  # there may be another copy below
+                    answers = level.share([keys[i] for i in indices])
                 for i, answer in zip(indices, answers, strict=True):
                     if isinstance(answer, memoryview):
                         bodies[i] = np.frombuffer(answer, np.uint8)

@@ -52,6 +52,7 @@ class TierSettings:
     host_bytes: int = 1 << 30
     disk_dir: Path | None = None
     disk_bytes: int = 0
+    """Of it, up to a sixteenth, and no more than a quarter of `host_bytes`, is kept for copies ahead of need."""
     disk_sync: SyncPolicy = SyncPolicy.DATA
     compress_disk: bool = True
     object_url: str | None = None

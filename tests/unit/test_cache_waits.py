@@ -29,13 +29,14 @@ from spilling import (
     spill,
 )
 
-from tiered_cache.cache import Bytes, Hit, Kept, TieredCache, TierSlot
+from tiered_cache.cache import Bytes, Hit, Kept, Offer, TieredCache, TierSlot
 from tiered_cache.codecs import Mode
 from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import DeadlineError, MissReason, TierError
 from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.level import WAITING_MAX
 from tiered_cache.namespace import Namespace
+from tiered_cache.policy.base import Hints
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.tiers.base import Durability, GetAnswer, GetRequest, Tier
 from tiered_cache.tiers.wrappers import DeadlineTier, WrappedTier
@@ -226,6 +227,8 @@ class GatedStore:
 
     def introduce(self, known: Namespace) -> None: ...
 
+    def left(self, offer: Offer, hints: Hints) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -242,6 +245,22 @@ def test_what_nodes_share_is_read_once_for_all_who_ask_a_node_for_it() -> None:
         for asker in askers:
             assert [bytes(body) for body in asker.result()] == [key.path().encode() for key in keys]  # type: ignore[arg-type]
         assert store.reads == 2
+        cache.close()
+
+
+def test_the_copy_below_is_fetched_in_time_if_the_disk_hangs(tmp_path: Path) -> None:
+    disk, store = GatedTier(open_disk(tmp_path)), GatedStore()
+    store.gate.set()
+    with ThreadPoolExecutor(4) as threads:
+        slots = [TierSlot(open_host(), LruPolicy()), TierSlot(DeadlineTier(disk, threads, 30.0), LruPolicy())]
+        cache = TieredCache(slots, threads, shared=store)  # type: ignore[arg-type]
+        cache.register(IDENTITY, MIXED)
+        keys = keys_of(on_disk_alone(cache))
+        disk.gate.clear()
+        with until(Deadline.after(0.6)):
+            bodies = cache.fetch(keys, 1 << 20)
+        assert [bytes(body) for body in bodies] == [key.path().encode() for key in keys]  # type: ignore[arg-type]
+        disk.gate.set()
         cache.close()
 
 
