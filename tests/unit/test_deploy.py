@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -60,7 +62,9 @@ def crd_schema(plural: str) -> Json:
     return strict(v1["schema"]["openAPIV3Schema"])
 
 
-@pytest.mark.parametrize(("name", "plural"), [("raycluster", "rayclusters"), ("rayjob", "rayjobs")])
+@pytest.mark.parametrize(
+    ("name", "plural"), [("raycluster", "rayclusters"), ("rayjob", "rayjobs"), ("rayservice", "rayservices")]
+)
 def test_kuberay_file_is_valid(name: str, plural: str) -> None:
     jsonschema.validate(load(KUBERAY / f"{name}.yaml"), crd_schema(plural))
 
@@ -143,6 +147,20 @@ def test_job_runs_the_replay_on_the_cluster_beside_it() -> None:
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
 
 
+def test_service_runs_the_application_on_nodes_like_those_of_the_cluster() -> None:
+    """With settings that it takes, the image that has its extra, and the same room."""
+    spec = load(KUBERAY / "rayservice.yaml")["spec"]
+    (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    module, _, builder = application["import_path"].partition(":")
+    getattr(importlib.import_module(module), builder)(application["args"])  # raises for what is no setting
+    cluster = load(KUBERAY / "raycluster.yaml")["spec"]
+    text = json.dumps(spec["rayClusterConfig"]).replace("tiered-cache:0.1.0-serve", "tiered-cache:0.1.0")
+    assert json.loads(text.replace(', {"name": "serve", "containerPort": 8000}', "")) == cluster
+    for name in ("host_bytes", "disk_dir", "disk_bytes"):
+        assert str(application["args"][name]) == option(f"--{name.replace('_', '-')}")
+    assert application["args"]["workers"] == int(option("--workers"))
+
+
 def instructions() -> list[tuple[str, str]]:
     """The Dockerfile as (instruction, arguments), comments dropped and continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if line.strip() and line.lstrip()[0] != "#"]
@@ -189,7 +207,7 @@ def test_the_image_installs_every_package_and_only_extras_that_exist() -> None:
     packages = {pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
     assert packages <= copied
     named = re.findall(r"--build-arg EXTRAS=(\w+)", DOCKERFILE.read_text())
-    assert named == ["cuda12"]
+    assert named == ["cuda12", "serve"]
     assert set(named) <= set(project["project"]["optional-dependencies"])
 
 
