@@ -57,7 +57,9 @@ SAMPLES, SAMPLE_S_MIN, SAMPLE_S_MAX = 200, 0.25, 5.0
 WARM_UP = 0.25
 """Of a run: caches fill, and memory for the metadata of what came and went grows to its bounds."""
 RSS_GROWTH_BYTES, RSS_GROWTH = 16 << 20, 0.05
-COUNT_GROWTH = 8
+COUNT_GROWTH = {"descriptors": 8, "threads": 8, "store_threads": 32}
+"""The store client's own pool grows with how many requests once met, and shrinks again: it has a bound of its own."""
+STORE_THREADS = "tokio-rt-worker"
 
 
 _trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's
@@ -70,17 +72,21 @@ class Sample(NamedTuple):
     rss_bytes: int
     descriptors: int
     threads: int
+    store_threads: int
+    """Those of the object store's client."""
 
     @staticmethod
     def now(started_s: float) -> Sample:
         gc.collect()
         _trim(0)
+        names = _threads_by_name()
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         return Sample(
             time.monotonic() - started_s,
             int(status["VmRSS"].split()[0]) * 1024,
             len(list(Path("/proc/self/fd").iterdir())),
-            int(status["Threads"]),
+            names.total() - names[STORE_THREADS],
+            names[STORE_THREADS],
         )
 
 
@@ -132,9 +138,9 @@ def trends(samples: Sequence[Sample]) -> dict[str, tuple[float, float, float]]:
         return median(values) if name == "rss_bytes" else max(values)
 
     found = {}
-    for name in ("rss_bytes", "descriptors", "threads"):
+    for name in ("rss_bytes", *COUNT_GROWTH):
         early, late = of(name, warm[:third]), of(name, warm[-third:])
-        grown = max(RSS_GROWTH_BYTES, RSS_GROWTH * early) if name == "rss_bytes" else COUNT_GROWTH
+        grown = max(RSS_GROWTH_BYTES, RSS_GROWTH * early) if name == "rss_bytes" else COUNT_GROWTH[name]
         found[name] = (early, late, early + grown)
     return found
 

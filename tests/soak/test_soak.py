@@ -34,10 +34,11 @@ def test_a_short_soak_does_everything_and_answers_right(capsys: pytest.CaptureFi
         ({"rss_bytes": MIB}, {"rss_bytes"}),
         ({"descriptors": 1}, {"descriptors"}),
         ({"threads": 1}, {"threads"}),
+        ({"store_threads": 1}, {"store_threads"}),
     ],
 )
 def test_what_grows_is_named(leak: dict[str, int], grown: set[str]) -> None:
-    steady = {"rss_bytes": 200 * MIB, "descriptors": 20, "threads": 9}
+    steady = {"rss_bytes": 200 * MIB, "descriptors": 20, "threads": 9, "store_threads": 30}
     samples = [
         Sample(float(n), **{name: value + n * leak.get(name, 0) for name, value in steady.items()}) for n in range(100)
     ]
@@ -45,5 +46,5 @@ def test_what_grows_is_named(leak: dict[str, int], grown: set[str]) -> None:
 
 
 def test_what_grows_in_the_warm_up_alone_is_no_trend() -> None:
-    samples = [Sample(float(n), min(n, 20) * 10 * MIB, 20 + min(n, 20), 9) for n in range(100)]
+    samples = [Sample(float(n), min(n, 20) * 10 * MIB, 20 + min(n, 20), 9, 30) for n in range(100)]
     assert all(late <= most for _, late, most in trends(samples).values())
