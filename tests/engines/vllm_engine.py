@@ -30,6 +30,7 @@ class Engine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else each worker wants a NUMA node
         import vllm_cpu_shim
 
         vllm_cpu_shim.patch(spec["family"])

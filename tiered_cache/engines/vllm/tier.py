@@ -269,6 +269,8 @@ class TieredCacheTier(SecondaryTierManager):
             with until(Deadline.after((job.until_s - begun_s) * _IN_TIME)):
                 for number, page in store.load(places):
                     if isinstance(page, MissReason):
+                        if job.given_up:  # and counted
+                            return
                         self._count(f"loads.failed.{page}")
                         if page is MissReason.DEADLINE:
                             self._missed_deadline()
@@ -283,6 +285,8 @@ class TieredCacheTier(SecondaryTierManager):
                     bytes_ += page.nbytes
         except Exception as error:  # noqa: BLE001 - whatever it was, vLLM computes
             late = isinstance(error, DeadlineError)
+            if job.given_up:
+                return
             if late:
                 self._missed_deadline()
             else:
@@ -357,7 +361,7 @@ class TieredCacheTier(SecondaryTierManager):
         now_s = time.monotonic()
         for job in [job for job in self._jobs.values() if job.until_s < now_s]:
             if job.give_up(wait=False):
-                self._count("jobs.deadline")
+                self._count(f"{'loads' if job.number in self._loading else 'stores'}.failed.{MissReason.DEADLINE}")
                 self._missed_deadline()
                 self._results.put(JobResult(job.number, success=False))
                 if job.number in self._loading:
@@ -418,7 +422,7 @@ class TieredCacheTier(SecondaryTierManager):
     # Figures
 
     def counters(self) -> dict[str, int]:
-        """The store's and the cache's; and of this tier `loads`, `loads.failed.*`, `refused.*`, `jobs.deadline`."""
+        """The cache's, the store's, and our own `loads`, `loads.failed.*`, `stores.*`, `searches.*`, `refused.*`."""
         store = self.store
         with self._lock:
             own = dict(self._counters)
