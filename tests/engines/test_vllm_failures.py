@@ -69,6 +69,7 @@ def test_a_disk_that_hangs_or_is_gone_delays_one_prompt_and_changes_nothing(spil
     assert outcome.counters["refused.tier_rests"] >= 1
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_it_can_and_changes_nothing(spilled: Spilled, tmp_path: Path) -> None:
     """Writes begin to fail half-way, as on a disk that others have filled."""
     steps: list[Step] = [*answers(PROMPTS[:1]), ("settle", None), ("limit_files", 4096), *answers(PROMPTS[1:])]
