@@ -72,7 +72,8 @@ class Place:
                     cache = TieredCache([TierSlot(tier, LruPolicy(), Mode.FAST)], coders)
                     yield cache
                     return
-            cache = build_cache(settings, executor, clock=time.monotonic)
+            own = replace(settings, object_url=None, object_bytes=0)
+            cache = build_cache(own, executor, clock=time.monotonic)
             try:
                 yield cache
             finally:

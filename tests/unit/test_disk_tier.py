@@ -491,6 +491,21 @@ def test_room_that_a_dead_process_held_is_found_when_it_is_needed(
     tier.reserve([BUDGET // 2]).release()
 
 
+def test_who_looks_at_the_budget_finds_room_that_a_dead_process_held(
+    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], tmp_path: Path
+) -> None:
+    now_s = time.time()
+    tier, _ = opened(grace_s=60.0, clock=lambda: now_s)
+    opened()[0].close()
+    dead_holder(tmp_path / "tier", "0" * 16, 0)
+    (tmp_path / "tier/ledger").write_bytes(b"")  # counted anew
+    assert tier.usage().bytes_reserved == 2 * tier.footprint(10_000)
+    now_s += 59
+    assert tier.usage().bytes_reserved == 2 * tier.footprint(10_000)
+    now_s += 2
+    assert tier.usage().bytes_reserved == 0
+
+
 def test_a_lock_that_is_not_given_up_is_a_deadline_error(
     opened: Callable[..., tuple[DiskTier, FaultyDirectory]], tmp_path: Path
 ) -> None:

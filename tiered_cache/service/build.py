@@ -48,6 +48,8 @@ def build_cache(
     `executor` encodes, `ahead` copies to the tier below ahead of need; without it, that is done when it is needed.
     Raises `ConfigError` for a place that can never serve.
     """
+    if settings.object_url is not None and shared is None:
+        raise ConfigError(f"object_url {settings.object_url}: a store is used through its catalogue, and there is none")
     slots = []
     if settings.host_bytes:
         slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy, settings.seed)))

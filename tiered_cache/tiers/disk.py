@@ -67,6 +67,7 @@ _SPARES_MAX = 4096
 _QUARANTINED = re.compile(rf"(?P<path>.+){re.escape(SUFFIX)}\.(?P<time>[0-9a-f]{{16}})\.(?P<reason>[a-z0-9-]{{1,24}})")
 _SYNC_TOGETHER = 64  # files that a put keeps open before it syncs them
 _COLLECT_TOGETHER = 64  # dead processes whose locks are held at a time
+_COLLECT_S = 1.0  # how often `usage` looks for what dead processes left, or every `grace_s` if that is longer
 _MOVE_TOGETHER = 64  # names that change under one hold of the ledger's lock
 _OPENINGS_MAX = 16
 _VIEWS_TOGETHER = 1024  # IOV_MAX of Linux
@@ -97,9 +98,9 @@ class DiskTier(Tier):
     """Entries as files below `root`, for every process of this user that opens it; `bytes_max` bounds them together.
 
     Processes should agree on `bytes_max`: each refuses at its own. What a killed process left is collected, and its
-    room given back, when it is `grace_s` old, at opening and when room is short. `quarantine_bytes` and `spare_bytes`
-    are each a sixteenth of the budget if None; bytes of deleted entries stay readable in spare files for a while,
-    unless that is 0. Raises `ConfigError` if the directory is not private, and `TierError` if it fails.
+    room given back, when it is `grace_s` old: at opening, when room is short, and once in a while. `quarantine_bytes`
+    and `spare_bytes` are each a sixteenth of the budget if None; bytes of deleted entries stay readable in spare files
+    for a while, unless that is 0. Raises `ConfigError` if the directory is not private, and `TierError` if it fails.
     """
 
     durability = Durability.DISK
@@ -136,6 +137,7 @@ class DiskTier(Tier):
         self._reserved = 0  # what this process has reserved; every transaction writes it down anew
         self._stuck: deque[tuple[str, int]] = deque()  # files that could not be removed, and what is reserved for them
         self._foreign_files = 0
+        self._collect_at_s = 0.0
         self._read_buffers = Arena(_READ_BUFFERS_BYTES)
         self._idle = threading.Condition()
         self._calls = 0
@@ -272,6 +274,9 @@ class DiskTier(Tier):
             return [entry for _, _, entry in self._list_quarantine()]
 
     def usage(self) -> TierUsage:
+        if self._clock() >= self._collect_at_s:
+            with contextlib.suppress(TierError):  # the next one may be luckier
+                self.collect_orphans()
         with self._call(), self._transaction() as books:
             return TierUsage(
                 books.bytes_used, books.bytes_reserved, books.bytes_quarantined, books.entries, self._bytes_max
@@ -286,6 +291,7 @@ class DiskTier(Tier):
     def collect_orphans(self) -> int:
         """Remove what dead processes left under `tmp`, if it is `grace_s` old; how many processes that were."""
         with self._call():
+            self._collect_at_s = self._clock() + max(self.grace_s, _COLLECT_S)
             collected: set[str] = set()
             while dead := self._lock_dead(collected):
                 for holder, fd in dead:
