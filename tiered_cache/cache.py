@@ -52,7 +52,7 @@ from tiered_cache.errors import (
 from tiered_cache.flights import Flights, Waiters
 from tiered_cache.frame import EncodedFrame, Frame
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, FrameKey, Identity, PrefixChain
+from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, TOKENS_MAX, FrameKey, Identity, PrefixChain
 from tiered_cache.in_flight import IN_FLIGHT_BYTES, BytesInFlight
 from tiered_cache.index import (
     Candidate,
@@ -164,7 +164,7 @@ class Offer:
         """Raise `IdentityError` listing what cannot be: an offer comes from another process."""
         problems = []
         if self.block_tokens != geometry.block_tokens:
-            problems.append(f"block_tokens is {self.block_tokens}, not {geometry.block_tokens}")
+            raise IdentityError(f"not an offer: block_tokens is {self.block_tokens}, not {geometry.block_tokens}")
         if not 0 <= self.rank < geometry.shards:
             problems.append(f"rank {self.rank} of {geometry.shards} shards")
         if not self.hashes or self.hashes[0] != PrefixChain(self.namespace, self.block_tokens).block_hash(0):
@@ -176,8 +176,8 @@ class Offer:
         if self.private and not self.lineage:
             problems.append("a suspended sequence of no known lineage")
         stops = [tokens for tokens, _ in self.checkpoints]
-        if stops != sorted(set(stops)) or any(tokens < 1 for tokens in stops):
-            problems.append(f"checkpoints at {stops} are not ascending")
+        if stops != sorted(set(stops)) or any(not 1 <= tokens < TOKENS_MAX for tokens in stops):
+            problems.append(f"checkpoints at {stops} are not ascending token counts")
         elif len(self) // self.block_tokens > self.blocks:
             problems.append(f"a checkpoint at {len(self)} tokens and only {self.blocks} blocks")
         elif any(not n % self.block_tokens and h != self.hashes[n // self.block_tokens] for n, h in self.checkpoints):
@@ -842,7 +842,7 @@ class TieredCache:
 
         For a private offer, every frame is one that this very sequence exported or was restored from.
         """
-        self._state.namespace(offer.namespace)
+        offer.check(self._state.namespace(offer.namespace).geometry)
         if not offer.checkpoints:
             return None
         tokens, prefix = offer.checkpoints[-1]
@@ -850,9 +850,8 @@ class TieredCache:
             places = self._support(offer, tokens)
             if not all(_usable(offer, place) for place in places):
                 return None
-            private = None
-            if any(place.name.private for place in places):
-                private = private_checkpoint(offer.namespace, offer.lineage)
+            # whether this rank has frames of its own or not: another of the set may
+            private = private_checkpoint(offer.namespace, offer.lineage) if offer.private else None
             pin = self._pin([prefix] if private is None else [prefix, private], private, self._clock() + pin_s)
             return self._hit(tokens, places, pin, offer if offer.private else None)
 
@@ -887,7 +886,7 @@ class TieredCache:
 
     def left(self, offer: Offer, hints: Hints) -> None:
         """A sequence has ended that is spilled elsewhere, if at all: policies and times to live learn of it."""
-        self._state.namespace(offer.namespace)
+        offer.check(self._state.namespace(offer.namespace).geometry)
         stops = [tokens for tokens, _ in offer.checkpoints]
         with self._lock:
             self._wanted(offer, hints)
@@ -1024,7 +1023,8 @@ class TieredCache:
                     level.tidy()
                 if not taken:
                     return refused
-                if isinstance(chain, Offer) and chain.private:  # what is staged may be another computation's
+                # what is staged may be another computation's, or have been dropped by another process
+                if (isinstance(chain, Offer) and chain.private) or (level.staged and level.tier.is_shared()):
                     level.unstage(names)
                 else:
                     names = level.list_staged(names)
@@ -1254,6 +1254,8 @@ class TieredCache:
         go when what they are copies of has gone, or is far from being dropped.
         """
         below.tidy()
+        if below.tier.is_shared():  # others drop there what they do not know
+            return
         bytes_ahead = self._bytes_ahead(below)
         if self._bytes_free(level) >= bytes_ahead:
             return

@@ -8,18 +8,26 @@ that goes on for others than its first asker runs on a thread of an executor, wh
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from tiered_cache.errors import DeadlineError
+from tiered_cache.errors import ConfigError, DeadlineError
 
 Clock = Callable[[], float]
 """Seconds, never going backwards."""
 LAST_STEP_S = 0.1
+SECONDS_MAX = 1e9
+"""No deadline, pin or lease is longer: about thirty years."""
+
+
+def duration_s(seconds: float, what: str) -> float:
+    """A duration from another process. Raises `ConfigError` for one that never ends, or ended before it began."""
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= SECONDS_MAX:
+        raise ConfigError(f"{what} is {seconds!r:.40}, not a number of seconds from 0 to {SECONDS_MAX:g}")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +39,9 @@ class Deadline:
 
     @staticmethod
     def after(seconds: float, clock: Clock = time.monotonic) -> Deadline:
-        """Raises `DeadlineError` for what is no finite number: a call that never ends is nobody's wish."""
-        if not isinstance(seconds, int | float) or not math.isfinite(seconds):
-            raise DeadlineError(f"deadline_s is {seconds!r}, not a finite number of seconds", retryable=False)
+        """Raises `DeadlineError` for what is no number, or beyond `SECONDS_MAX`: a call that never ends is no call."""
+        if not isinstance(seconds, int | float) or not -SECONDS_MAX <= seconds <= SECONDS_MAX:
+            raise DeadlineError(f"deadline_s is {seconds!r:.40}, not a finite number of seconds", retryable=False)
         return Deadline(clock() + seconds, clock)
 
     def left_s(self, what: str) -> float:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from tiered_cache.tiers.base import GetAnswer, LateError
 
 FLIGHT_S = 60.0
 """How long a read is waited for by anyone; who asks then reads anew."""
+YOUNG_S = 0.25
+"""Waits for a read are not counted for so long: any number may wait for a tier that answers."""
 
 
 class Waiters:
@@ -50,7 +52,11 @@ class _Flight(NamedTuple):
     """A read that all wait for who ask for the same frame, until it has an answer or has taken too long."""
 
     answer: Future[GetAnswer]
-    until_s: float
+    began_s: float
+
+    @property
+    def until_s(self) -> float:
+        return self.began_s + FLIGHT_S
 
 
 class Flights:
@@ -70,19 +76,22 @@ class Flights:
     ) -> Sequence[GetAnswer]:
         """One answer a key; `read` is asked for those that nobody is reading."""
         flights: dict[str, _Flight] = {}
-        mine: dict[str, FrameKey] = {}
+        mine: dict[str, FrameKey] = {}  # those that this call reads, for all
         paths = [key.path() for key in keys]
-        until_s = time.monotonic() + FLIGHT_S
+        now_s = time.monotonic()
         with self._lock:
             for key, path in zip(keys, paths, strict=True):
                 if path not in self._flights:
-                    self._flights[path], mine[path] = _Flight(Future(), until_s), key
+                    self._flights[path], mine[path] = _Flight(Future(), now_s), key
                 flights[path] = self._flights[path]
-        answers = self._lead(mine, read) if mine else {}
+        answers = self._lead(mine, flights, read) if mine else {}
         return [answers[path] if path in answers else self._follow(path, flights[path]) for path in paths]
 
     def _lead(
-        self, keys: dict[str, FrameKey], read: Callable[[Sequence[FrameKey]], Sequence[GetAnswer]]
+        self,
+        keys: dict[str, FrameKey],
+        flights: dict[str, _Flight],
+        read: Callable[[Sequence[FrameKey]], Sequence[GetAnswer]],
     ) -> dict[str, GetAnswer]:
         """Read for all who ask; what still runs when this thread's time is over is theirs to wait for."""
         answers: dict[str, GetAnswer] = {}
@@ -92,31 +101,33 @@ class Flights:
             for path in keys:
                 answer = answers.get(path, TierError("who read it for others has failed", path, self._tier))
                 if isinstance(answer, LateError) and answer.by_caller:
-                    answer.ended.add_done_callback(partial(self._landed, path))
+                    answer.ended.add_done_callback(partial(self._landed, path, flights[path]))
                 else:
-                    self._land(path, answer)
+                    self._land(path, flights[path], answer)
         return answers
 
-    def _landed(self, path: str, late: Future[GetAnswer]) -> None:
+    def _landed(self, path: str, flight: _Flight, late: Future[GetAnswer]) -> None:
         failure = late.exception()
-        self._land(path, late.result() if failure is None else TierError(str(failure), path, self._tier))
+        self._land(path, flight, late.result() if failure is None else TierError(str(failure), path, self._tier))
 
-    def _land(self, path: str, answer: GetAnswer) -> None:
+    def _land(self, path: str, flight: _Flight, answer: GetAnswer) -> None:
+        """The first answer is the flight's, and only its own; one that was given up has had it."""
         with self._lock:
-            flight = self._flights.pop(path, None)
-        if flight is not None:
-            flight.answer.set_result(answer)
+            if self._flights.get(path) is not flight:
+                return
+            del self._flights[path]
+        flight.answer.set_result(answer)
 
     def _follow(self, path: str, flight: _Flight) -> GetAnswer:
-        if flight.answer.done():
-            return flight.answer.result()
+        with suppress(TimeoutError):
+            return flight.answer.result(wait_s(max(0.0, min(flight.began_s + YOUNG_S - time.monotonic(), YOUNG_S))))
         try:
             with self._waiters.one():
                 return flight.answer.result(wait_s(max(0.0, flight.until_s - time.monotonic())))
         except TimeoutError:
             late = DeadlineError("it is being read, and was not here in time", path, self._tier)
             if time.monotonic() >= flight.until_s:
-                self._land(path, late)  # the next one tries anew
+                self._land(path, flight, late)  # the next one tries anew
             return late
         except DeadlineError as error:
             return error

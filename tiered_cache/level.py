@@ -822,8 +822,10 @@ class Level:
         """List what the tier holds and is not listed, of one namespace or of all, by names alone; how many frames.
 
         Names that are no frames', and frames of namespaces without a sound descriptor, are left alone and counted.
-        Rows that no checkpoint needs, the rest of a spill that was cut off, are deleted.
+        Rows that no checkpoint needs, the rest of a spill that was cut off, are deleted, unless another process has the
+        place open, too: it may be about to put their checkpoint. Who opens it alone finds what is left.
         """
+        is_shared = self.tier.is_shared()
         keys = self._keys_of_listing(f"{only.digest.hex()}/" if only else "")
         self.tier.quarantined()  # so that all of it is counted
         counters = self._state.counters
@@ -839,7 +841,8 @@ class Level:
             self._strange -= self._state.namespaces.keys()
             counters[f"recovered.{self.name}.unknown"] += len(keys) - len(known)
             counters[f"recovered.{self.name}.foreign"] += len(contradicting)
-        self.delete(leftover)
+        if not is_shared:
+            self.delete(leftover)
         return len(known) - len(contradicting) - len(leftover)
 
     def _keys_of_listing(self, prefix: str) -> list[tuple[FrameKey, int]]:

@@ -1227,3 +1227,21 @@ def test_counters_never_go_down_and_misses_have_one_reason_each(tmp_path: Path) 
         spill(cache, State(MIXED, some_tokens(3)))
         assert total(seen, "errors.") > 10
         assert seen["lookups"] == 150
+
+
+def test_who_opens_a_shared_directory_leaves_what_others_are_putting(tmp_path: Path) -> None:
+    """Rows whose checkpoint is still on its way look as if nobody needed them."""
+
+    def opened() -> tuple[set[str], int]:
+        with node(open_disk(tmp_path), checked=False) as cache:
+            tokens = len(match(cache, MIXED, np.append(some_tokens(9), np.uint32(1))).hit or ())
+            return {entry.path for entry in cache._levels[0].tier.list()}, tokens
+
+    disk = open_disk(tmp_path)
+    with node(disk, checked=False) as cache:
+        spill(cache, State(MIXED, some_tokens(9)), durability=Durability.DISK)
+        (checkpoint,) = [entry.path for entry in disk.list() if f"-{CHECKPOINT}-" in entry.path]
+        disk.delete([checkpoint])
+        there = {entry.path for entry in disk.list()}
+        assert opened() == (there, 0)
+    assert opened()[0] < there, "who has it alone tidies up"

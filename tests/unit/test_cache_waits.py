@@ -359,6 +359,16 @@ def test_those_who_wait_for_a_slow_tier_are_bounded_and_memory_answers_meanwhile
         assert all(isinstance(body, np.ndarray) for (body,) in served)
 
 
+def test_any_number_may_ask_for_one_frame_of_a_tier_that_answers(tmp_path: Path) -> None:
+    with slow_node(tmp_path) as slow:
+        (key, *_) = keys_of(on_disk_alone(slow.cache))
+        slow.disk.gate.clear()
+        askers = [slow.fetch([key]) for _ in range(WAITING_MAX + 8)]
+        eventually(lambda: slow.disk.calls["get"] > 0)
+        slow.disk.gate.set()
+        assert all(isinstance(asker.result()[0], np.ndarray) for asker in askers)
+
+
 # What nobody waits for any more
 
 

@@ -587,3 +587,15 @@ def test_a_restart_counts_and_lists_within_bounds(tmp_path: Path, entries: int) 
     assert found == {name_of(n): len(b"%d" % n) for n in range(entries)}
     print(f"{entries} entries: opened in {opened_s - started_s:.2f} s, listed in {listed_s - opened_s:.2f} s")
     assert listed_s - started_s < 1 + entries / 2_000
+
+
+def test_a_directory_is_shared_while_another_that_lives_has_it_open(
+    opened: Callable[..., tuple[DiskTier, FaultyDirectory]], tmp_path: Path
+) -> None:
+    tier, _ = opened()
+    dead_holder(tmp_path / "tier", "0" * 16, 0)
+    assert not tier.is_shared()
+    other, _ = opened()
+    assert tier.is_shared()
+    other.close()
+    assert not tier.is_shared()

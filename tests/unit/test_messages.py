@@ -7,7 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from tiered_cache.errors import IdentityError, TokenError
+from tiered_cache.deadline import Deadline, duration_s
+from tiered_cache.errors import ConfigError, DeadlineError, IdentityError, TokenError
 from tiered_cache.service.messages import Prompt
 
 TOKENS = np.arange(40, dtype=np.uint32)
@@ -34,3 +35,18 @@ def test_views_of_tokens_and_media_beyond_the_prompt_are_sound() -> None:
     plain = Prompt(TOKENS).chain(b"n" * 32, 16).block_hashes()
     assert prompt.chain(b"n" * 32, 16).block_hashes() == plain
     assert pickle.loads(pickle.dumps(prompt)).head(16).chain(b"n" * 32, 16).block_hashes() == plain[:2]
+
+
+@pytest.mark.parametrize("now_s", [np.nan, np.inf, -np.inf, 1e308])
+def test_a_time_that_is_none_is_refused(now_s: float) -> None:
+    """It would be every later request's time, too."""
+    with pytest.raises(ConfigError, match="now_s is"):
+        Prompt(TOKENS, now_s=now_s)
+
+
+@pytest.mark.parametrize("seconds", [np.nan, np.inf, 10**400, 1e18, "1"])
+def test_what_would_never_end_is_refused(seconds: float) -> None:
+    with pytest.raises(DeadlineError, match="not a finite number of seconds"):
+        Deadline.after(seconds)
+    with pytest.raises(ConfigError, match="pin_s is"):
+        duration_s(seconds, "pin_s")

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tiered_cache.cache import DeclineReason, Kept, Offer, PlannedFrame, Receipt
+from tiered_cache.deadline import SECONDS_MAX
 from tiered_cache.engines.base import FrameName, HostArray
-from tiered_cache.errors import IdentityError, MissReason, TokenError
+from tiered_cache.errors import ConfigError, IdentityError, MissReason, TokenError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity, PrefixChain
 from tiered_cache.index import KnownChain
@@ -187,7 +188,12 @@ class Prompt:
     """When the request was made, for the policies, if that is not now: all requests must tell it then."""
 
     def __post_init__(self) -> None:
-        """Raise `TokenError` for tokens in another form, `IdentityError` for extra keys that no block would have."""
+        """Raise `TokenError` for tokens in another form, `IdentityError` for extra keys that no block would have.
+
+        `ConfigError` for a time that is none.
+        """
+        if self.now_s is not None and not -SECONDS_MAX <= self.now_s <= SECONDS_MAX * 100:
+            raise ConfigError(f"now_s is {self.now_s}, not a number of seconds")
         tokens = self.tokens
         if not isinstance(tokens, np.ndarray) or tokens.dtype != np.uint32 or tokens.ndim != 1:
             form = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__

@@ -20,7 +20,7 @@ import numpy as np
 
 from tiered_cache import frame
 from tiered_cache.cache import Offer
-from tiered_cache.deadline import Clock, Deadline
+from tiered_cache.deadline import Clock, Deadline, duration_s
 from tiered_cache.engines.base import ComputingEngine, Engine, FrameName
 from tiered_cache.errors import (
     CapacityError,
@@ -153,12 +153,13 @@ class SequenceOwner:
         for another namespace, `CapacityError` if there is no room; nothing is held then.
         """
         del deadline_s
+        until_s = self._clock() + duration_s(lease_s, "lease_s")
         self._check_namespace(namespace)
         self._drop_expired()
         reservation = self.engine.reserve(tokens)
         with self._lock:
             self._counter += 1
-            self._leases[self._counter] = _Lease(reservation, self._clock() + lease_s, lineage)
+            self._leases[self._counter] = _Lease(reservation, until_s, lineage)
             return LeaseRef(self.name, self.generation, self._counter)
 
     def cancel(self, lease: LeaseRef, *, deadline_s: float) -> None:

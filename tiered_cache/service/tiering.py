@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from tiered_cache.cache import Hit, Kept, Offer, PlannedFrame, TieredCache
-from tiered_cache.deadline import Clock, Deadline, until
+from tiered_cache.deadline import Clock, Deadline, duration_s, until
 from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError, TieredCacheError
 from tiered_cache.geometry import Geometry
@@ -76,7 +76,7 @@ class TieringService:
     def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
         """The longest proper prefix of the prompt that this node can restore, pinned for `pin_s` seconds."""
         checked(prompt, Prompt)
-        geometry = self.cache.geometry_of(namespace)
+        pin_s, geometry = duration_s(pin_s, "pin_s"), self.cache.geometry_of(namespace)
         if geometry is None:
             return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
         chain = prompt.chain(namespace, geometry.block_tokens)
@@ -188,7 +188,7 @@ class TieringService:
     def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
         """How to restore an offer's last checkpoint, pinned; None if it is not here whole."""
         del deadline_s
-        hit = self.cache.plan_of(offer, pin_s=pin_s)
+        hit = self.cache.plan_of(offer, pin_s=duration_s(pin_s, "pin_s"))
         return None if hit is None else self._plan(hit)
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:

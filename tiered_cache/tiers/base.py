@@ -280,6 +280,10 @@ class Tier(ABC):
     @abstractmethod
     def usage(self) -> TierUsage: ...
 
+    def is_shared(self) -> bool:
+        """Whether another process that is alive has the place open: what it is putting may be half there."""
+        return False
+
     @abstractmethod
     def set_limit(self, bytes_max: int) -> int:
         """Change the budget; how many bytes are too many now. Nothing is dropped: `reserve` refuses until it fits."""

@@ -282,6 +282,10 @@ class DiskTier(Tier):
                 books.bytes_used, books.bytes_reserved, books.bytes_quarantined, books.entries, self._bytes_max
             )
 
+    def is_shared(self) -> bool:
+        with self._call(), self._errors():
+            return any(self._is_alive(holder) for holder in self._holders() if holder != self._holder)
+
     def set_limit(self, bytes_max: int) -> int:
         self._bytes_max = bytes_max
         with self._call(), self._transaction(moves_files=True) as books:

@@ -95,6 +95,9 @@ class WrappedTier(Tier):
     def usage(self) -> TierUsage:
         return self.around("usage", self.inner.usage)
 
+    def is_shared(self) -> bool:
+        return self.around("is_shared", self.inner.is_shared)
+
     def set_limit(self, bytes_max: int) -> int:
         return self.around("set_limit", lambda: self.inner.set_limit(bytes_max))
 
@@ -331,7 +334,7 @@ class BreakerTier(WrappedTier):
         return self._times_opened
 
     def around(self, call: str, do: Callable[[], _T]) -> _T:
-        if self._closed or call in {"usage", "set_limit"}:
+        if self._closed or call in {"usage", "is_shared", "set_limit"}:
             return do()
         probes = self._admit(call)
         begun_s = self._clock()
