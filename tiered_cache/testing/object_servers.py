@@ -57,7 +57,7 @@ class SeaweedServer:
             self._process = subprocess.Popen(  # noqa: S603 - a binary of a pinned package
                 [
                     *(str(binary), f"-logdir={directory}", "server", "-s3", *flags, f"-dir={directory}"),
-                    *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=16", "-master.volumeSizeLimitMB=128"),
+                    *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=96", "-master.volumeSizeLimitMB=128"),
                     *("-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
                     *(f"-filer.localSocket={directory}/filer.sock", f"-s3.localSocket={directory}/s3.sock"),
                 ],
