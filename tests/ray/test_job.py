@@ -26,8 +26,15 @@ def jobs() -> JobSubmissionClient:
 
 
 def run_job(jobs: JobSubmissionClient, *arguments: object) -> tuple[JobStatus, int | None, str]:
-    job = jobs.submit_job(entrypoint=" ".join(map(str, [COMMAND, *arguments])))
     until_s = time.monotonic() + 120
+    while True:
+        try:
+            job = jobs.submit_job(entrypoint=" ".join(map(str, [COMMAND, *arguments])))
+            break
+        except RuntimeError as error:  # Ray has come up, and the agent that takes jobs has not
+            if "try again later" not in str(error) or time.monotonic() > until_s:
+                raise
+            time.sleep(0.5)
     while not (status := jobs.get_job_status(job)).is_terminal():
         assert time.monotonic() < until_s, jobs.get_job_logs(job)
         time.sleep(0.1)
