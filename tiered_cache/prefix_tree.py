@@ -586,6 +586,8 @@ class Trial:
         self._view = TierView(tree, home)
         self._supports: dict[Node, int] = {}
         self._users: dict[tuple[Node, int], int] = {}
+        self._freed: set[tuple[Node, int]] = set()
+        """Window frames, by block and place, that went with their last user while the block stays."""
         self._exposed: list[PrefixId] = []
         self._freed_bytes = 0
         self.candidates = {candidate.prefix: candidate for candidate in candidates}
@@ -628,7 +630,8 @@ class Trial:
             self._drop_candidate(self.candidates[prefix])
             return before - self.needed_bytes
         assert prefix not in self._pinned
-        freed = sum(frame.stored[self._home.index] for _, _, frame in self.sole(prefix))
+        places = list(self.sole(prefix))
+        freed = sum(frame.stored[self._home.index] for _, _, frame in places)
         checkpoint = self._tree.checkpoints.get(prefix)
         node = checkpoint.node if checkpoint else self._tree.nodes[prefix]
         if checkpoint is None and self._support_of(node) != 1:
@@ -636,6 +639,10 @@ class Trial:
             return 0
         if checkpoint is not None:
             self._use_windows(checkpoint.node, checkpoint.tokens, -1)
+            if checkpoint.node.layout.windows:
+                self._freed.update(
+                    (at, slot) for at, slot, _ in places if isinstance(at, Node) and isinstance(slot, int)
+                )
         self.dropped.append(prefix)
         self._dropped.add(prefix)
         self._loosen(node)
@@ -683,8 +690,9 @@ class Trial:
         node: Node | None = self._tree.nodes[candidate.anchor]
         self._use_windows(self._tree.nodes[candidate.anchor], candidate.tokens, -1)
         while node is not None and self._support_of(node) == 1:
-            for frame in node.frames if node.supports[self._home.index] else ():  # a drop has left them to this one
-                if frame is not None and frame.stored[self._home.index] >= 0:
+            left = node.frames if node.supports[self._home.index] else ()  # a drop has left them to this one
+            for slot, frame in enumerate(left):
+                if frame is not None and frame.stored[self._home.index] >= 0 and (node, slot) not in self._freed:
                     self._freed_bytes += frame.stored[self._home.index]
             self._supports[node] = self._supports.get(node, 0) - 1
             node = node.parent
@@ -723,7 +731,7 @@ class Trial:
         kept = node.depth + 1 if node else 0
         while node is not None and node.depth and self._support_of(node) == 1:
             for slot, frame in enumerate(node.frames):
-                if frame is not None and frame.stored[tier] >= 0:
+                if frame is not None and frame.stored[tier] >= 0 and (node, slot) not in self._freed:
                     yield node, slot, frame
             kept, node = node.depth, node.parent
         if checkpoint is None or not checkpoint.node.layout.carries:

@@ -217,3 +217,16 @@ def test_memory_for_each_frame_is_small() -> None:
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / index.stored_frames("host") < 700
+
+
+def test_a_trial_frees_a_window_block_once() -> None:
+    """It goes with the only checkpoint that needs it, and its rows later with another."""
+    index = index_of((*PARTS, Part("w", PartKind.WINDOW, "uint8", (1,), window_tokens=4)))
+    chain = chain_of(*range(12))
+    for tokens in (4, 12):
+        spill(index, chain, tokens)
+    held = index.stored_bytes("host")
+    trial = index.view("host").trial((), frozenset())
+    assert trial.drop(chain.prefix_hash(4)) == 200, "its carries, and the window before it"
+    assert trial.drop(chain.prefix_hash(12)) == held - 200
+    assert trial.needed_bytes == -held
