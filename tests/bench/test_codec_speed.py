@@ -1,7 +1,7 @@
 """How fast frames are made and read, beside a memcpy of the same bytes: medians of interleaved runs, on one core.
 
-The figures are printed (`pytest -m bench -s`). The floors asserted are a quarter of what one quiet core of 2024
-reaches: they find a mistake, not a slow or busy machine.
+The figures are printed (`pytest -m bench -s`). Time is the thread's own, so that what else the machine does is not
+measured. The floors asserted are half of what one core of 2024 reaches: they find a mistake, not a slow machine.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def median_s(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             call()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(time.thread_time() - start)
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
@@ -147,8 +147,8 @@ def test_real_kv_through_the_frame(mebibytes: int) -> None:
     seconds = sample.measure(15)
     show(f"real bf16 keys and values, {mebibytes} MiB, ratio {ratio:.3f}", sample.raw_bytes, seconds)
     assert ratio >= 1.46
-    assert sample.raw_bytes / seconds["encode"] > 0.28e9
-    assert sample.raw_bytes / seconds["decode_into"] > 0.5e9
+    assert sample.raw_bytes / seconds["encode"] > 0.55e9
+    assert sample.raw_bytes / seconds["decode_into"] > 1.0e9
 
 
 def real_kv() -> npt.NDArray[np.uint16]:
