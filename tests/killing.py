@@ -52,7 +52,7 @@ class Telling(LruPolicy):
 
 
 def answer_seeds(work: Callable[[Path, Callable[..., None], random.Random], None]) -> None:
-    """For each seed print the child's id, and `dead` when it is."""
+    """Have children work on the directory and write to the log that the command line names."""
     directory, log = Path(sys.argv[1]), Path(sys.argv[2])
 
     def begin(seed: int) -> None:
@@ -64,6 +64,11 @@ def answer_seeds(work: Callable[[Path, Callable[..., None], random.Random], None
         say("started")
         work(directory, say, random.Random(seed))
 
+    fork_for_seeds(begin)
+
+
+def fork_for_seeds(begin: Callable[[int], None]) -> None:
+    """For each seed on the standard input print the id of a child that begins with it, and `dead` when it is."""
     for line in sys.stdin:
         child = os.fork()
         if not child:

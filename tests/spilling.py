@@ -27,6 +27,7 @@ from tiered_cache.index import FrameName, RemovalReason
 from tiered_cache.level import key_of
 from tiered_cache.policy.base import Hints
 from tiered_cache.policy.lru import LruPolicy
+from tiered_cache.testing.faults import FaultyTier
 from tiered_cache.tiers.base import (
     Durability,
     GetAnswer,
@@ -363,6 +364,18 @@ def is_known(cache: TieredCache, path: str) -> bool:
 
 def total(counters: Mapping[str, int], prefix: str) -> int:
     return sum(count for name, count in counters.items() if name.startswith(prefix))
+
+
+class LyingTier(FaultyTier):
+    """Says that it has written what it was given, and writes one bit of rows otherwise."""
+
+    lies = True
+
+    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
+        bodies = [bytearray(b"".join(item.views())) for item in items]
+        for item, body in zip(items, bodies, strict=True):
+            body[-1] ^= self.lies and "-rows-4-" in item.path
+        return super().put([PutItem(item.path, [b]) for item, b in zip(items, bodies, strict=True)], reservation)
 
 
 class HookedTier(HostTier):

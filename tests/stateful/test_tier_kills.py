@@ -13,11 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the processes that this file is the program of
+
+from killing import fork_for_seeds
 
 from tiered_cache.errors import CapacityError
 from tiered_cache.testing.tier_suite import get, name_of
@@ -77,23 +81,6 @@ def work(directory: Path, log: Path, budget: int, seed: int) -> None:
         elif action >= 0.95:
             tier.close()
             tier = open_tier(directory, budget)
-
-
-def answer_seeds() -> None:
-    """For each seed print the child's id, and `dead` when it is."""
-    directory, log, budget = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            try:
-                work(directory, log, budget, int(line))
-            except BaseException:  # noqa: BLE001 - shown, and told to the parent below
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        print(child, flush=True)
-        _, status = os.waitpid(child, 0)
-        print("dead" if os.WIFSIGNALED(status) else "failed", flush=True)
 
 
 class Victims:
@@ -238,4 +225,4 @@ def test_two_processes_stay_inside_one_budget_whoever_dies(tmp_path: Path, kills
 
 
 if __name__ == "__main__":
-    answer_seeds()
+    fork_for_seeds(partial(work, Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -27,6 +27,7 @@ from spilling import (
     WINDOW,
     Clock,
     HookedTier,
+    LyingTier,
     State,
     chain_of,
     check_books,
@@ -59,7 +60,7 @@ from tiered_cache.policy.base import Hints
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.prefix_tree import plain_name
 from tiered_cache.testing.faults import Fault, FaultyTier
-from tiered_cache.tiers.base import Durability, GetRequest, PutItem, PutOutcome, Reservation, Tier
+from tiered_cache.tiers.base import Durability, GetRequest, PutItem, Tier
 from tiered_cache.tiers.disk import DiskTier
 
 HOST, DISK, OBJECT = Durability
@@ -290,18 +291,6 @@ def test_what_leaves_host_memory_is_on_disk_before(tmp_path: Path) -> None:
         counters = cache.counters()
         assert counters["dropped.host.moved"] == counters["frames.disk.put"] // 3
         assert "dropped.host.evicted" not in counters
-
-
-class LyingTier(FaultyTier):
-    """Says that it has written what it was given."""
-
-    lies = True
-
-    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
-        bodies = [bytearray(b"".join(item.views())) for item in items]
-        for item, body in zip(items, bodies, strict=True):
-            body[-1] ^= self.lies and "-rows-4-" in item.path
-        return super().put([PutItem(item.path, [b]) for item, b in zip(items, bodies, strict=True)], reservation)
 
 
 def test_what_was_moved_is_read_before_anyone_relies_on_it(tmp_path: Path) -> None:

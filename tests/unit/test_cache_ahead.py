@@ -15,6 +15,7 @@ from spilling import (
     ROWS,
     WINDOW,
     Clock,
+    LyingTier,
     State,
     SteppedExecutor,
     chain_of,
@@ -117,18 +118,6 @@ def test_decisions_are_the_same_with_copies_and_without(policy: str, geometry: G
             assert figures[0]["ahead.disk.used"] or policy == "s3fifo"
         for cache in caches:
             cache.close()
-
-
-class LyingTier(FaultyTier):
-    """Writes one bit of rows otherwise than it was given."""
-
-    lies = True
-
-    def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
-        bodies = [bytearray(b"".join(item.views())) for item in items]
-        for item, body in zip(items, bodies, strict=True):
-            body[-1] ^= self.lies and "-rows-4-" in item.path
-        return super().put([PutItem(item.path, [b]) for item, b in zip(items, bodies, strict=True)], reservation)
 
 
 def test_a_copy_that_is_not_sound_is_set_aside_and_written_again(tmp_path: Path) -> None:
