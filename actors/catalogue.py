@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -14,6 +13,7 @@ from actors.metrics import ActorMetrics
 from actors.names import ClusterName
 from tiered_cache.cache import Kept, Offer
 from tiered_cache.config import TierSettings
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.identity import FrameKey
 from tiered_cache.index import KnownChain
 from tiered_cache.level import Landed
@@ -40,7 +40,7 @@ class CatalogueActor:
     """Forwards `CataloguePort`. A restart makes a new generation, which finds again what the store holds."""
 
     def __init__(self, cluster: ClusterName, settings: TierSettings) -> None:
-        executor = ThreadPoolExecutor(settings.executor_threads, thread_name_prefix="catalogue")
+        executor = DaemonExecutor(settings.executor_threads, "catalogue")
         self.catalogue = ObjectPlace(settings).catalogue(executor)
         self._metrics = ActorMetrics(cluster.name, self._samples)
 

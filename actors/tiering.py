@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from actors.inline import in_local_mode
 from actors.metrics import ActorMetrics
@@ -14,6 +13,7 @@ from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import TierSettings
 from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import MissReason
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.metrics import Sample, counter_samples, health_samples, usage_samples
@@ -28,10 +28,10 @@ class TieringActor:
     """Forwards `TieringPort`. A restart makes a new generation, which finds again what its disk tier holds."""
 
     def __init__(self, node: str, cluster: ClusterName, settings: TierSettings) -> None:
-        executor = ThreadPoolExecutor(settings.executor_threads, thread_name_prefix="tiering")
+        executor = DaemonExecutor(settings.executor_threads, "tiering")
         catalogue = cluster.catalogue() if settings.object_url is not None else None
         shared = ObjectPlace(settings).shared(catalogue) if catalogue else None
-        ahead = None if in_local_mode() else ThreadPoolExecutor(1, thread_name_prefix="ahead")
+        ahead = None if in_local_mode() else DaemonExecutor(1, "ahead")
         self.cache = build_cache(settings, executor, ahead=ahead, shared=shared, clock=time.monotonic)
         self.tiering = TieringService(self.cache, node=node, owners=cluster.owner, catalogue=catalogue)
         self._metrics = ActorMetrics(cluster.name, self._samples)

@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from tiered_cache import frame
 from tiered_cache.codecs import Mode
-from tiered_cache.deadline import Deadline, deadlines, until, wait_s
+from tiered_cache.deadline import CLOSE_S, Deadline, deadlines, until, wait_s
 from tiered_cache.errors import (
     CapacityError,
     DeadlineError,
@@ -1435,15 +1435,21 @@ class TieredCache:
         return found if self._shared is None else found | {self._shared.name: self._shared.health()}
 
     def close(self) -> None:
-        """Let go of the tiers; what they hold stays where it is durable."""
+        """Let go of the tiers; what they hold stays where it is durable.
+
+        What is under way is waited for, for `CLOSE_S` at most: copies ahead, then each tier's calls. What a tier that
+        hangs has not done by then is not there, and nobody was told that it is.
+        """
         with self._lock:
             self._closed = True
             self._ahead_runs = self._ahead_runs and not (self._ahead_job is not None and self._ahead_job.cancel())
-            self._state.freed.wait_for(lambda: not self._ahead_runs, PART_S)
-        for level in self._levels:
-            level.tier.close()
-        if self._shared is not None:
-            self._shared.close()
+        with until(Deadline.after(CLOSE_S)):
+            with self._lock:
+                self._state.freed.wait_for(lambda: not self._ahead_runs, wait_s(CLOSE_S / 2))
+            for level in self._levels:
+                level.tier.close()
+            if self._shared is not None:
+                self._shared.close()
 
     def _count(self, what: str) -> None:
         self._state.count(what)

@@ -12,7 +12,6 @@ import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from tiered_cache.errors import (
     TieredCacheError,
     TruncatedError,
 )
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.identity import FrameKey
 from tiered_cache.namespace import (
     DESCRIPTOR_BYTES_MAX,
@@ -89,10 +89,8 @@ def check_url(url: str) -> Iterator[CheckedFile]:
         raise ConfigError(f"{url} needs the package obstore (the s3 extra): {error}") from error
 
     store = open_store(url, request_timeout_s=DEADLINE_S / 3, retry_timeout_s=2 * DEADLINE_S / 3)
-    with (
-        ThreadPoolExecutor(READ_TOGETHER) as executor,
-        ObjectStoreTier(store, 0, executor, name=url, deadline_s=DEADLINE_S) as tier,
-    ):
+    executor = DaemonExecutor(READ_TOGETHER, "verify")
+    with ObjectStoreTier(store, 0, executor, owns_executor=True, name=url, deadline_s=DEADLINE_S) as tier:
         yield from check_tier(tier)
 
 

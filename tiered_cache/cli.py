@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -38,7 +38,9 @@ from rich.text import Text
 from tiered_cache import frame
 from tiered_cache.check import CheckedFile, check_directory, check_url, count_files
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings, format_size, parse_size
+from tiered_cache.deadline import CLOSE_S
 from tiered_cache.errors import ConfigError, TieredCacheError
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.frame import FrameHeader
 from tiered_cache.policy.names import build_policy
 from tiered_cache.replay.driver import Progress as ReplayProgress
@@ -69,6 +71,8 @@ PLAIN_PROGRESS_S: Final = 5.0
 SIMULATION_TOLD_EVERY: Final = 256
 """How many requests lie between two looks at how far a simulation is."""
 BAD_SHOWN_MAX: Final = 20
+TIDY_S: Final = 20.0
+"""How long a command that was told to end may close and remove what it has opened."""
 REACHABLE_S: Final = 5.0
 """How long the address of a running Ray may take to answer."""
 
@@ -448,7 +452,29 @@ def _disk_directory(disk_bytes: int, parent: Path | None, keep: Path | None) -> 
     try:
         yield made
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        _remove(made)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory, which may take long; what hangs is left, and that is told."""
+    removed = 0
+
+    def work() -> None:
+        nonlocal removed
+        for folder, _, names in os.walk(directory):
+            for name in names:
+                with suppress(OSError):
+                    Path(folder, name).unlink()
+                removed += 1
+        shutil.rmtree(directory, ignore_errors=True)
+
+    job, before = DaemonExecutor(1, "remove").submit(work), -1
+    while removed != before:
+        before = removed
+        with suppress(TimeoutError):
+            job.result(CLOSE_S)
+            return
+    _tell(f"{directory} could not be removed: its disk hangs", 0)
 
 
 @contextmanager
@@ -681,19 +707,28 @@ class _Stopped(BaseException):
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """SIGINT and SIGTERM unwind the stack, so that what was opened is closed and temporary files are removed."""
+    """SIGINT and SIGTERM unwind the stack, so that what was opened is closed and temporary files are removed.
+
+    An exception from nowhere can be lost, or leave a lock taken: what has not ended by `TIDY_S` later is told again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, where: FrameType | None) -> None:
-        del where
-        raise _Stopped(number)
+    first: int | None = None
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    def stop(number: int, where: FrameType | None) -> None:
+        nonlocal first
+        del where
+        first = number if first is None else first
+        signal.setitimer(signal.ITIMER_REAL, TIDY_S)
+        raise _Stopped(first)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
 

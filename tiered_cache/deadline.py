@@ -19,6 +19,8 @@ from tiered_cache.errors import ConfigError, DeadlineError
 Clock = Callable[[], float]
 """Seconds, never going backwards."""
 LAST_STEP_S = 0.1
+CLOSE_S = 5.0
+"""How long a tier's owner waits for it at the end. A process that goes on then leaves what a killed one does."""
 SECONDS_MAX = 1e9
 """No deadline, pin or lease is longer: about thirty years."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 import stat
 import tempfile
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -209,6 +211,23 @@ def test_verify_names_each_bad_file(trace: Path, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr() == ("", "")
     assert [bad["path"] for bad in result["bad"]] == [str(path.relative_to(kept)) for path in (first, second)]
     assert all(bad["error"] for bad in result["bad"])
+
+
+def test_a_signal_that_was_lost_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loses_it(*_: object) -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        assert threading.Event().wait(60)
+
+    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(cli, "TIDY_S", 0.05)
+    monkeypatch.setattr(cli, "run_replay", loses_it)
+    assert main([*REPLAY, "--requests", "1", "--quiet"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "tiered-cache: interrupted\n"
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_signal_in_compiled_code_ends_a_command_like_any_other(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from tiered_cache.engines.vllm import pages
 from tiered_cache.engines.vllm.layout import Bytes, PageGroup, PageLayout
 from tiered_cache.engines.vllm.pages import PageStore, Plan, Progress
 from tiered_cache.engines.vllm.settings import VllmSettings, kv_transfer_config
-from tiered_cache.engines.vllm.workers import DaemonExecutor, TimedJob
+from tiered_cache.engines.vllm.workers import TimedJob
 from tiered_cache.errors import ConfigError, GeometryError, MissReason
 from tiered_cache.geometry import PartKind
 from tiered_cache.identity import FrameKey, Identity
@@ -319,23 +318,3 @@ def test_a_job_that_was_given_up_touches_no_buffer_and_is_reported_once() -> Non
     done = TimedJob(2, 0.0)
     assert done.report()
     assert not done.give_up(wait=True)
-
-
-def test_a_hung_thread_does_not_keep_an_executor_from_closing() -> None:
-    hang, begun = threading.Event(), threading.Event()
-    executor = DaemonExecutor(1, "hangs")
-
-    def wait() -> None:
-        begun.set()
-        hang.wait(60)
-
-    first, second = executor.submit(wait), executor.submit(int)
-    assert begun.wait(10)
-    executor.shutdown(wait=False, cancel_futures=True)
-    assert second.cancelled()
-    assert not executor.join(0.01)
-    with pytest.raises(RuntimeError, match="closed"):
-        executor.submit(int)
-    hang.set()
-    assert executor.join(10)
-    assert first.done()

@@ -182,6 +182,47 @@ def test_a_late_reservation_is_released(executor: ThreadPoolExecutor) -> None:
     assert place.inner.usage().bytes_reserved == 0
 
 
+def test_room_is_given_back_without_waiting_for_a_place_that_hangs_and_not_forgotten(
+    executor: ThreadPoolExecutor,
+) -> None:
+    hang, given_back = threading.Event(), threading.Event()
+
+    class Hanging(WrappedTier):
+        def reserve(self, sizes: Sequence[int]) -> Reservation:
+            def give_back(bytes_: int) -> None:
+                hang.wait(30)
+                assert bytes_ == sum(sizes) - 30
+                given_back.set()
+
+            return Reservation(sum(sizes), give_back)
+
+    tier = DeadlineTier(Hanging(HostTier(BUDGET)), executor, 0.05, running_max=1)
+    room = tier.reserve([100, 200])
+    room.take(50)
+    room.put_back(20)
+    with until(Deadline.after(0.0)):
+        room.release()
+    assert room.bytes == 0
+    assert not given_back.is_set()
+    hang.set()
+    assert given_back.wait(10)
+
+
+def test_a_place_that_hangs_is_left_when_it_does_not_close_in_time(executor: ThreadPoolExecutor) -> None:
+    class Hanging(WrappedTier):
+        def close(self) -> None:
+            hang.wait(30)
+            super().close()
+            closed.set()
+
+    hang, closed = threading.Event(), threading.Event()
+    tier = DeadlineTier(Hanging(HostTier(BUDGET)), executor, 0.05)
+    tier.close()
+    assert not closed.is_set()
+    hang.set()
+    assert closed.wait(10)
+
+
 def test_hung_calls_are_bounded_in_number() -> None:
     with ThreadPoolExecutor(2) as pool:  # the third hung call never begins
         place = Gated(HostTier(BUDGET))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from tiered_cache.devices.numpy import NumpyDevice
 from tiered_cache.engines.base import ComputingEngine
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import ConfigError, TierError
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.policy.names import build_policy
 from tiered_cache.service.catalogue import Catalogue
 from tiered_cache.service.messages import CataloguePort
@@ -118,7 +119,7 @@ class ObjectPlace:
         return self._module.ObjectStoreTier(
             self._store,
             budget,
-            ThreadPoolExecutor(self._settings.object_requests, thread_name_prefix="object-store"),
+            DaemonExecutor(self._settings.object_requests, "object-store"),
             durability=self._module.durability_of(self._url),
             owns_executor=True,
             deadline_s=self._settings.object_deadline_s,
@@ -130,7 +131,7 @@ def _in_time(tier: Tier, deadline_s: float) -> Tier:
 
     The cache knows whose deadline that is, and needs to know of no tier whether it keeps deadlines itself.
     """
-    threads = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix=f"tier-{tier.name}")
+    threads = DaemonExecutor(CALLS_MAX, f"tier-{tier.name}")
     return DeadlineTier(tier, threads, deadline_s, running_max=CALLS_MAX, owns_executor=True)
 
 

@@ -9,14 +9,15 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 from tiered_cache.config import ClusterSettings, WorkerSettings
-from tiered_cache.deadline import Clock
+from tiered_cache.deadline import CLOSE_S, Clock
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import Identity
 from tiered_cache.policy.base import Hints
@@ -170,7 +171,7 @@ class LocalCluster:
                 made[name] if shards == 1 else OwnerSet(name, [*made.values()], InlineExecutor(), clock=clock)
             )
         self.identity, self.geometry = self.workers["worker-0"].describe(deadline_s=DESCRIBE_S)
-        self._executor = ThreadPoolExecutor(settings.tiers.executor_threads, thread_name_prefix="tiered-cache")
+        self._executor = DaemonExecutor(settings.tiers.executor_threads, "tiered-cache")
         self.catalogue: Catalogue | None = None
         shared = None
         if settings.tiers.object_url is not None:
@@ -212,7 +213,8 @@ class LocalCluster:
         self.cache.close()
         if self.catalogue is not None:
             self.catalogue.close()
-        self._executor.shutdown(wait=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor.join(CLOSE_S)
 
     def __enter__(self) -> Self:
         return self

@@ -20,13 +20,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from tiered_cache.deadline import wait_s
+from tiered_cache.deadline import CLOSE_S, LAST_STEP_S, wait_s
 from tiered_cache.errors import CapacityError, DeadlineError, FrameNotFoundError, TierError
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.tiers.base import (
     GetAnswer,
     GetRequest,
@@ -40,6 +43,8 @@ from tiered_cache.tiers.base import (
     TierUsage,
 )
 
+RELEASE_S = 1.0
+"""How long the release of a reservation is waited for, which is done in any case."""
 _LIST_TOGETHER = 1000
 _CHANGING = {"put", "delete", "quarantine"}  # a second such call, besides one that still runs, meets half of it
 _T = TypeVar("_T")
@@ -143,7 +148,11 @@ class DeadlineTier(WrappedTier):
         return self._wait_for(call, do, lambda _: None)
 
     def reserve(self, sizes: Sequence[int]) -> Reservation:
-        return self._wait_for("reserve", lambda: self.inner.reserve(sizes), Reservation.release)
+        granted = self._wait_for("reserve", lambda: self.inner.reserve(sizes), Reservation.release)
+        bytes_ = granted.bytes
+        granted.take(bytes_)  # from here on it is the other's, whose release does not wait for a place that hangs
+        granted.release()
+        return Reservation(bytes_, partial(self._give_back, granted))
 
     def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
         own = [_without_into(request) for request in requests]
@@ -156,9 +165,28 @@ class DeadlineTier(WrappedTier):
         return [_into(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def close(self) -> None:
-        super().close()
-        if self._owns_executor:
-            self._executor.shutdown(wait=False)
+        """Like any call, but on a thread of its own, since all others may hang: what is not done in time is left."""
+        limit_s = max(LAST_STEP_S, wait_s(min(CLOSE_S, self._deadline_s)))
+        closer = DaemonExecutor(1, f"close-{self.name}")
+        try:
+            closer.submit(self.inner.close).result(limit_s)
+        except TimeoutError:
+            left = f"{self._running} calls, which had not ended"
+            _log.warning("tier %s: was not closed within %.3g s and is left with %s", self.name, limit_s, left)
+        finally:
+            closer.shutdown(wait=False)
+            if self._owns_executor:
+                self._executor.shutdown(wait=False)
+
+    def _give_back(self, granted: Reservation, bytes_: int) -> None:
+        """Not one of the calls that are counted: it is never refused, but done later if it is not done in time."""
+        try:
+            given_back = self._executor.submit(granted.put_back, bytes_)
+        except RuntimeError:  # it was shut down, and what is closed does not hang
+            granted.put_back(bytes_)
+            return
+        with suppress(TimeoutError):
+            given_back.result(wait_s(min(RELEASE_S, self._deadline_s)))
 
     def _wait_for(self, call: str, do: Callable[[], _T], undo: Callable[[_T], object]) -> _T:
         limit_s = wait_s(self._deadline_s)

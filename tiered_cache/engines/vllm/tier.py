@@ -37,8 +37,9 @@ from tiered_cache.engines.vllm.layout import Bytes, PageLayout
 from tiered_cache.engines.vllm.layout_of import layout_of
 from tiered_cache.engines.vllm.pages import ChunkName, PageStore, Place, Plan, Progress
 from tiered_cache.engines.vllm.settings import VllmSettings
-from tiered_cache.engines.vllm.workers import DaemonExecutor, TimedJob
+from tiered_cache.engines.vllm.workers import TimedJob
 from tiered_cache.errors import DeadlineError, MissReason
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.service.build import build_cache
 
 METRIC = "vllm:tiered_cache_events"

@@ -1,63 +1,8 @@
-"""Threads that a hung disk cannot keep a process alive by, and jobs that end in time whatever their threads do."""
+"""Jobs that end in time whatever their threads do."""
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from contextlib import suppress
-from typing import Any
-
-
-class DaemonExecutor(Executor):
-    """A few threads that do what comes, in order; whoever waits for a result waits with a deadline."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if self._closed:
-            raise RuntimeError("the executor is closed")
-        future: Future[Any] = Future()
-        self._jobs.put((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more. With `cancel_futures` what has not begun is cancelled; hung threads are left behind."""
-        self._closed = True
-        if cancel_futures:
-            with suppress(queue.Empty):
-                while (job := self._jobs.get_nowait()) is not None:
-                    job[0].cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
-        if wait:
-            for thread in self._threads:
-                thread.join()
-
-    def join(self, timeout_s: float) -> bool:
-        """After a shutdown: whether all threads have ended within so long, each."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, do = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(do())
-            except BaseException as error:  # noqa: BLE001 - it is the future's
-                future.set_exception(error)
-            del job, future, do
 
 
 class TimedJob:
