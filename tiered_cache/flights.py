@@ -1,6 +1,7 @@
 """`Flights`: who asks for a frame that is being read already gets the same bytes, or the same error; it is read once.
 
 Waiters leave when their deadline passes, without disturbing the others, who wait for what the first one has asked for.
+If it was the first one's time that was over, before the read began or would end, another one takes over with its own.
 How many threads may wait for others' work in one place is bounded (`Waiters`): they are missing elsewhere.
 """
 
@@ -51,7 +52,8 @@ class Waiters:
 class _Flight(NamedTuple):
     """A read that all wait for who ask for the same frame, until it has an answer or has taken too long."""
 
-    answer: Future[GetAnswer]
+    answer: Future[GetAnswer | None]
+    """None: who read had no time left, or failed; somebody else has to."""
     began_s: float
 
     @property
@@ -75,17 +77,31 @@ class Flights:
         self, keys: Sequence[FrameKey], read: Callable[[Sequence[FrameKey]], Sequence[GetAnswer]]
     ) -> Sequence[GetAnswer]:
         """One answer a key; `read` is asked for those that nobody is reading."""
-        flights: dict[str, _Flight] = {}
-        mine: dict[str, FrameKey] = {}  # those that this call reads, for all
         paths = [key.path() for key in keys]
+        left = dict(zip(paths, keys, strict=True))
+        answers: dict[str, GetAnswer] = {}
+        while left:  # what comes back here is read by this call next, or by another one that was as quick
+            answers.update(self._get(left, read))
+            left = {path: key for path, key in left.items() if path not in answers}
+        return [answers[path] for path in paths]
+
+    def _get(
+        self, keys: dict[str, FrameKey], read: Callable[[Sequence[FrameKey]], Sequence[GetAnswer]]
+    ) -> dict[str, GetAnswer]:
+        """The answers, without those that others were to read and did not."""
+        mine: dict[str, FrameKey] = {}  # those that this call reads, for all
         now_s = time.monotonic()
         with self._lock:
-            for key, path in zip(keys, paths, strict=True):
+            for path, key in keys.items():
                 if path not in self._flights:
                     self._flights[path], mine[path] = _Flight(Future(), now_s), key
-                flights[path] = self._flights[path]
+            flights = {path: self._flights[path] for path in keys}
         answers = self._lead(mine, flights, read) if mine else {}
-        return [answers[path] if path in answers else self._follow(path, flights[path]) for path in paths]
+        for path in keys.keys() - mine.keys():
+            answer = self._follow(path, flights[path])
+            if answer is not None:
+                answers[path] = answer
+        return answers
 
     def _lead(
         self,
@@ -99,18 +115,19 @@ class Flights:
             answers.update(zip(keys, read(list(keys.values())), strict=True))
         finally:
             for path in keys:
-                answer = answers.get(path, TierError("who read it for others has failed", path, self._tier))
+                answer = answers.get(path)
                 if isinstance(answer, LateError) and answer.by_caller:
                     answer.ended.add_done_callback(partial(self._landed, path, flights[path]))
                 else:
-                    self._land(path, flights[path], answer)
+                    own = isinstance(answer, DeadlineError) and not wait_s(FLIGHT_S)
+                    self._land(path, flights[path], None if own else answer)
         return answers
 
     def _landed(self, path: str, flight: _Flight, late: Future[GetAnswer]) -> None:
         failure = late.exception()
         self._land(path, flight, late.result() if failure is None else TierError(str(failure), path, self._tier))
 
-    def _land(self, path: str, flight: _Flight, answer: GetAnswer) -> None:
+    def _land(self, path: str, flight: _Flight, answer: GetAnswer | None) -> None:
         """The first answer is the flight's, and only its own; one that was given up has had it."""
         with self._lock:
             if self._flights.get(path) is not flight:
@@ -118,7 +135,7 @@ class Flights:
             del self._flights[path]
         flight.answer.set_result(answer)
 
-    def _follow(self, path: str, flight: _Flight) -> GetAnswer:
+    def _follow(self, path: str, flight: _Flight) -> GetAnswer | None:
         with suppress(TimeoutError):
             return flight.answer.result(wait_s(max(0.0, min(flight.began_s + YOUNG_S - time.monotonic(), YOUNG_S))))
         try:

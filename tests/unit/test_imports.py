@@ -18,6 +18,7 @@ CORE = {"errors", "identity", "geometry"}
 FRAMES = CORE | {"codecs", "frame"}
 NODE = FRAMES | {
     "deadline",
+    "executors",
     "in_flight",
     "flights",
     "tiers",
@@ -41,9 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": {"errors", "geometry"},
     "states": CORE | {"devices"},
     "deadline": {"errors"},
+    "executors": set(),
     "in_flight": {"errors", "deadline"},
     "flights": {"errors", "identity", "deadline", "tiers"},
-    "tiers": {"errors", "deadline"},  # a tier never learns what a frame is
+    "tiers": {"errors", "deadline", "executors"},  # a tier never learns what a frame is
     "prefix_tree": CORE,
     "index": CORE | {"prefix_tree"},
     "policy": CORE | {"prefix_tree", "index"},  # policies read the index, which never asks a policy
