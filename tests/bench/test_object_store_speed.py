@@ -1,20 +1,21 @@
 """How fast the object store tier is on a real S3 server on loopback, beside a memcpy and plain calls of its client.
 
-The server takes most of the time, on the same cores; what is asserted is that the tier adds little to it.
+The server takes most of the time, on the same cores; what is asserted is that the tier adds little work of this
+process, and that a call does not wait for anything else.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import obstore
 import pytest
+from costs import shortest_s
 from obstore.store import MemoryStore, ObjectStore
 
 from tiered_cache.testing.object_servers import BUCKET, SeaweedServer
@@ -31,17 +32,6 @@ BATCH = 8
 def executor() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(16) as pool:
         yield pool
-
-
-def median_s(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each call; they take turns, so that a change of the machine's mood meets them all."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            begun_s = time.perf_counter()
-            call()
-            taken[name].append(time.perf_counter() - begun_s)
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
 
 
 class Sample:
@@ -86,29 +76,32 @@ class Sample:
         assert all(isinstance(answer, memoryview) for answer in answers)
 
 
-@pytest.mark.parametrize("mebibytes", [1, 4, 16])
+@pytest.mark.parametrize("mebibytes", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_bodies_to_s3_and_back(seaweed: SeaweedServer, executor: ThreadPoolExecutor, mebibytes: int) -> None:
-    store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", seaweed.options)
+    store = open_store(f"s3://{BUCKET}/{uuid.uuid4().hex}", seaweed.options, request_timeout_s=120.0)
     sample = Sample(store, executor, mebibytes << 20)
     single = ("memcpy", "put_plain", "put_tier", "get_plain", "get_tier")
-    seconds = median_s({name: getattr(sample, name) for name in single}, rounds=24 // mebibytes + 4)
-    batches = median_s({name: getattr(sample, name) for name in ("put_batch", "get_batch")}, rounds=3)
+    calls = {name: getattr(sample, name) for name in single}
+    seconds = shortest_s(calls, 24 // mebibytes + 4, time.perf_counter)
+    busy = shortest_s(calls, 6, time.process_time)
+    batches = shortest_s({name: getattr(sample, name) for name in ("put_batch", "get_batch")}, 2, time.perf_counter)
     seconds |= {name: taken / BATCH for name, taken in batches.items()}
     assert (sample.into == sample.bodies).all()
     print(f"\nobjects of {mebibytes} MiB on SeaweedFS")
     for name, taken in seconds.items():
         print(f"  {name:10} {mebibytes / taken:9.0f} MiB/s {seconds['memcpy'] / taken:6.3f} of a memcpy")
-    assert seconds["put_tier"] < 1.5 * seconds["put_plain"] + 0.005
-    assert seconds["get_tier"] < 1.5 * seconds["get_plain"] + 0.005
+    assert busy["put_tier"] < 3 * busy["put_plain"] + 0.005
+    assert busy["get_tier"] < 3 * busy["get_plain"] + 0.005
 
 
 def test_what_the_tier_adds_to_a_call(executor: ThreadPoolExecutor) -> None:
     """On a store that costs next to nothing: a hand-over to a thread and back, and its books."""
     sample = Sample(MemoryStore(), executor, 4 << 10)
-    calls = ("put_plain", "put_tier", "get_plain", "get_tier")
-    seconds = median_s({name: getattr(sample, name) for name in calls}, rounds=300)
+    calls = {name: getattr(sample, name) for name in ("put_plain", "put_tier", "get_plain", "get_tier")}
+    seconds = shortest_s(calls, 300, time.perf_counter)
     print("\nobjects of 4 KiB in memory")
     for name, taken in seconds.items():
         print(f"  {name:10} {taken * 1e6:9.1f} us")
+    # Of 300 turns one at least is not put off by whatever else the machine does.
     assert seconds["put_tier"] < seconds["put_plain"] + 0.001
     assert seconds["get_tier"] < seconds["get_plain"] + 0.001

@@ -1,6 +1,6 @@
 """How fast tiers put and get, as fractions of a copy of the same bytes in the same run, and how many files a second.
 
-`pytest -m bench -s tests/bench/test_tier_speed.py` prints the tables.
+`pytest -m bench -s --slow tests/bench/test_tier_speed.py` prints the tables; without `--slow` they are of a few rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tiered_cache.tiers.host import HostTier
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]
 
 SIZES = (16 << 10, 1 << 20, 4 << 20, 16 << 20)
-ROUNDS = 40
 KEPT = 4  # entries that are there at a time: the tier is full, and deletes as much as it puts
 
 
@@ -33,12 +32,12 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure(tier: Tier, size: int) -> dict[str, float]:
+def measure(tier: Tier, size: int, rounds: int) -> dict[str, float]:
     """Medians of interleaved rounds, in seconds."""
     source, target = np.frombuffer(body_of("", 0, size), dtype=np.uint8), aligned_empty(size)
     target[:] = 0
     times: dict[str, list[float]] = {"copy": [], "put": [], "get": [], "view": [], "delete": []}
-    for n in range(ROUNDS + KEPT):
+    for n in range(rounds + KEPT):
         path = name_of(n)
 
         def store(path: str = path) -> None:
@@ -57,7 +56,8 @@ def measure(tier: Tier, size: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def test_put_and_get_against_a_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_put_and_get_against_a_copy(tmp_path: Path, rounds: int) -> None:
     print("\ntier, size: copy; put, get into, get a view as fractions of it; put and delete")
     tiers: dict[str, Callable[[], Tier]] = {
         "host": lambda: HostTier(256 << 20),
@@ -71,15 +71,15 @@ def test_put_and_get_against_a_copy(tmp_path: Path) -> None:
     for name, make in tiers.items():
         for size in SIZES:
             with make() as tier:
-                took = measure(tier, size)
+                took = measure(tier, size, rounds)
             shares = " ".join(f"{took['copy'] / took[each]:5.2f}" for each in ("put", "get", "view"))
             both_us = (took["put"] + took["delete"]) * 1e6
             print(f"{name:22}{size >> 10:6} KiB  {size / took['copy'] / 1e9:5.1f} GB/s  {shares}  {both_us:8.0f} us")
 
 
-def rates_of(tier: Tier, batch: int) -> list[float]:
+def rates_of(tier: Tier, batch: int, count: int) -> list[float]:
     """Entries a second: put, get, delete, put where others were deleted."""
-    body, count, into = body_of("", 0, 20 << 10), 2_000, aligned_empty(20 << 10).data
+    body, into = body_of("", 0, 20 << 10), aligned_empty(20 << 10).data
 
     def in_batches(call: Callable[[list[str]], object], first: int = 0) -> float:
         batches = [[name_of(m) for m in range(n, n + batch)] for n in range(first, first + count, batch)]
@@ -96,7 +96,8 @@ def rates_of(tier: Tier, batch: int) -> list[float]:
     return rates
 
 
-def test_small_entries_a_second(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_small_entries_a_second(tmp_path: Path, count: int) -> None:
     print("\ntier, batch: entries of 20 KiB a second: put; get; delete; put where others were deleted")
     tiers: dict[str, Callable[[], Tier]] = {"host": lambda: HostTier(1 << 30)}
     for sync in SyncPolicy:
@@ -104,5 +105,5 @@ def test_small_entries_a_second(tmp_path: Path) -> None:
     for name, make in tiers.items():
         for batch in (1, 10, 100):
             with make() as tier:
-                rates = rates_of(tier, batch)
+                rates = rates_of(tier, batch, count)
             print(f"{name:12}{batch:4}  " + " ".join(f"{rate:8.0f}" for rate in rates))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import itertools
 import random
-import statistics
-import time
 import tracemalloc
 import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+from costs import page_faults
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,17 +212,18 @@ def test_the_finalizer_of_a_view_does_not_keep_the_tier() -> None:
     assert gone() is None
 
 
-@pytest.mark.bench
-def test_memory_that_is_used_again_is_faster_than_new() -> None:
+def test_memory_that_is_used_again_is_not_faulted_in_again() -> None:
     """The reason for the arena: the first touch of a page costs many times a copy into it."""
-    body, cold, warm = bytes(4 << 20), [], []
+    body, new, again = bytes(4 << 20), [], []
     for _ in range(5):
         tier = HostTier(64 << 20)
-        for times in (cold, warm):
+        for faults in (new, again):
+            before = page_faults()
             for n in range(8):
-                started = time.perf_counter()
                 put(tier, (name_of(n), body))
-                times.append(time.perf_counter() - started)
+            faults.append(page_faults() - before)
             tier.delete([name_of(n) for n in range(8)])
         tier.close()
-    assert statistics.median(cold) > 1.5 * statistics.median(warm)
+    # A huge page is one fault for 2 MiB; what Python itself and the kernel's upkeep touch is not in every round.
+    assert min(new) >= 8
+    assert min(again) < min(new) / 4

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from costs import instructions, shortest_s
 
 from tiered_cache.errors import IdentityError, MissReason
 from tiered_cache.geometry import Geometry, Part, PartKind
@@ -198,17 +199,19 @@ def grown(frames: int) -> tuple[PrefixIndex, RunChain]:
 
 
 def test_a_request_costs_as_much_among_many_frames_as_among_few() -> None:
-    times = []
-    for frames in (5_000, 100_000):
+    def request(frames: int) -> Callable[[], None]:
         index, chain = grown(frames)
-        best = float("inf")
-        for _ in range(200):
-            started = time.perf_counter()
+
+        def asked() -> None:
             assert index.longest(chain, len(chain)).tokens == 3200
             index.candidates(chain, [len(chain)], "host", lambda _group, _tokens: 1)
-            best = min(best, time.perf_counter() - started)
-        times.append(best)
-    assert times[1] < 3 * times[0]
+
+        return asked
+
+    requests = {"few": request(5_000), "many": request(100_000)}
+    assert instructions(requests["many"]) == instructions(requests["few"])
+    taken_s = shortest_s(requests, rounds=200)
+    assert taken_s["many"] < 6 * taken_s["few"], "nor is it 20 times as much inside of a built-in"
 
 
 def test_memory_for_each_frame_is_small() -> None:
