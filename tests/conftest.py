@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tiered_cache.testing.object_servers import SeaweedServer
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside the tests
+
+# How long an example takes says more of the machine than of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -94,15 +94,15 @@ class Victims:
         command = [sys.executable, program, str(directory), str(log)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def live_and_die(self, seed: int, wait_for: str, seconds: float) -> None:
-        """Let a child work, until so long after it has said something, and kill it."""
+    def live_and_die(self, seed: int, wait_for: str, times: int, seconds: float) -> None:
+        """Let a child work, until so long after it has said something so many times, and kill it."""
         assert self._process.stdin
         assert self._process.stdout
         self.log.unlink(missing_ok=True)
         print(seed, file=self._process.stdin, flush=True)
         child = int(self._process.stdout.readline())
-        deadline_s = time.monotonic() + 60
-        while not (self.log.exists() and wait_for in self.log.read_text()):
+        deadline_s = time.monotonic() + 240
+        while not (self.log.exists() and self.log.read_text().count(wait_for) >= times):
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         time.sleep(seconds)
@@ -122,4 +122,4 @@ class Victims:
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(60)

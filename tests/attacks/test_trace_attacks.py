@@ -278,7 +278,9 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     field=st.sampled_from(["timestamp", "input_length", "output_length", "runs", "hash_ids", "out_runs", "session"]),
     value=JSON_VALUES,
@@ -297,7 +299,9 @@ def test_any_value_in_any_field_is_read_or_refused(
         assert sum(count for _, count in request.runs) == request.input_tokens // block_tokens
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(content=st.binary(max_size=200), gzipped=st.booleans())
 def test_any_bytes_are_refused(tmp_path: Path, content: bytes, gzipped: bool) -> None:
     path = tmp_path / "fuzz.jsonl"

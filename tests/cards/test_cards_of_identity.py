@@ -224,7 +224,7 @@ def test_card_21_four_processes_and_every_interpreter_have_the_same_keys(golden:
         subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
         for command, seed in commands
     ]
-    keys = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    keys = [json.loads(process.communicate(timeout=240)[0]) for process in processes]
     assert len(keys) >= 4
     assert all(made == golden.GOLDEN for made in keys), "with and without the optional fields"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray_serving import QUIET, SMALL, helpers_for_workers, start_cluster
+from ray_serving import QUIET, SMALL, come_up, helpers_for_workers, start_cluster
 
 from actors.cluster import RayCluster
 
@@ -17,7 +17,7 @@ def local_ray() -> None:
     """Ray on this machine; it stays up for the next module, until one needs another kind."""
     if not ray.is_initialized():
         with helpers_for_workers():
-            ray.init("local", **SMALL, **QUIET)
+            come_up(lambda: ray.init("local", **SMALL, **QUIET))
 
 
 @pytest.fixture

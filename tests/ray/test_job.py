@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
-from ray_serving import QUIET, SMALL, helpers_for_workers
+from ray_serving import QUIET, SMALL, come_up, helpers_for_workers
 
 COMMAND = Path(sys.executable).with_name("tiered-cache")
 
@@ -21,12 +21,12 @@ def jobs() -> JobSubmissionClient:
         ray.shutdown()
     options = {**SMALL, "include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": 0}
     with helpers_for_workers():  # the next module may use it, too
-        context = ray.init("local", **options, **QUIET)
+        context = come_up(lambda: ray.init("local", **options, **QUIET))
     return JobSubmissionClient(f"http://{context.dashboard_url}")
 
 
 def run_job(jobs: JobSubmissionClient, *arguments: object) -> tuple[JobStatus, int | None, str]:
-    until_s = time.monotonic() + 120
+    until_s = time.monotonic() + 240
     while True:
         try:
             job = jobs.submit_job(entrypoint=" ".join(map(str, [COMMAND, *arguments])))

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import ray
 from faulty_workers import UNCLAIMED_S, CountingWorker
-from ray_serving import QUICK_TO_SEE_A_DEATH, QUIET, SMALL, helpers_for_workers
+from ray_serving import QUICK_TO_SEE_A_DEATH, QUIET, SMALL, come_up, helpers_for_workers
 
 from actors.cluster import RAY_NAMESPACE, RayCluster
 from actors.names import ROUTER, TIERING
@@ -40,11 +40,11 @@ from tiered_cache.tiers.disk import DiskTier, SyncPolicy
 
 WORKERS = 3
 DEADLINE_S = 10.0
-NOISE_S = 2.0
+NOISE_S = 5.0
 """How late a busy machine may make an answer."""
 HELD_S = UNCLAIMED_S
 """How long pins, leases and restored sequences that nobody comes for are kept."""
-SETTLED_S = 60.0
+SETTLED_S = 200.0
 DISK_BYTES = 128 << 20
 NODE = {"num_cpus": 1, "object_store_memory": SMALL["object_store_memory"]}
 
@@ -125,7 +125,7 @@ class Killer(threading.Thread):
         """So far the replay is. On the main thread, where alone Ray can start a node."""
         if time.monotonic() >= self._comes_back_at_s:
             self._comes_back_at_s = math.inf
-            self._machines.add_node(**NODE)
+            come_up(lambda: self._machines.add_node(**NODE))
         whom = self._due.get(progress.requests)
         if whom is not None:
             self._queue.put(whom)
@@ -134,7 +134,7 @@ class Killer(threading.Thread):
         self._queue.put(None)
         self.join()
         if self._comes_back_at_s < math.inf:
-            self._machines.add_node(**NODE)
+            come_up(lambda: self._machines.add_node(**NODE))
         if self.error is not None:
             raise self.error
 
@@ -189,9 +189,10 @@ def machines() -> Iterator[Any]:
     if ray.is_initialized():
         ray.shutdown()
     with helpers_for_workers():
-        machines = Cluster(initialize_head=True, head_node_args={**SMALL, "_system_config": QUICK_TO_SEE_A_DEATH})
+        head = {**SMALL, "_system_config": QUICK_TO_SEE_A_DEATH}
+        machines = come_up(lambda: Cluster(initialize_head=True, head_node_args=head))
         for _ in range(WORKERS - 1):
-            machines.add_node(**NODE)
+            come_up(lambda: machines.add_node(**NODE))
         ray.init(machines.address, **QUIET)
         yield machines  # nodes that are added need the helpers, too
         ray.shutdown()

@@ -13,7 +13,7 @@ from serving import serve, some_tokens
 
 from actors.cluster import RayCluster
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 OURS = ("call", "event", "kind", "outcome", "reason", "tier")
 
 
@@ -21,7 +21,7 @@ def exported(cluster: RayCluster) -> dict[str, float]:
     """`NAME{our labels}` -> value, of this cluster's samples on the one node."""
     (node,) = ray.nodes()  # type: ignore[no-untyped-call]
     page = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    with urllib.request.urlopen(page, timeout=5) as answer:
+    with urllib.request.urlopen(page, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     samples = {}
     for line in lines:

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "test_own_actor.py"
 
 def run_example(*options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(EXAMPLE), *options]
-    ran = subprocess.run(command, cwd=EXAMPLE.parent, capture_output=True, text=True, check=False, timeout=180)
+    ran = subprocess.run(command, cwd=EXAMPLE.parent, capture_output=True, text=True, check=False, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
@@ -57,7 +57,7 @@ def test_an_instance_that_is_up_already_is_used_and_not_shut_down(tmp_path: Path
     )
     (tmp_path / EXAMPLE.name).write_text(EXAMPLE.read_text())
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tiered-cache-ray", "auto"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=180)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "1 passed" in ran.stdout
     assert "STILL UP" in ran.stdout

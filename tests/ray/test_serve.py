@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -19,27 +18,22 @@ from actors.cluster import RayCluster
 from actors.serve import application
 from tiered_cache.engines.reference import ReferenceEngine
 from tiered_cache.errors import ConfigError
+from tiered_cache.testing.object_servers import free_ports
 
 MODEL = "qsa-ple-gdn:tiny"
 Post = Callable[[object], tuple[int, Any]]
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
 @pytest.fixture
 def post(local_ray: None) -> Iterator[Post]:
-    name, port = f"serve-{secrets.token_hex(4)}", free_port()
+    name, port = f"serve-{secrets.token_hex(4)}", free_ports(1)[0]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(application({"engine": MODEL, "workers": 2, "host_bytes": "16MiB", "name": name}))
 
     def ask(body: object) -> tuple[int, Any]:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/", json.dumps(body).encode())
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=240) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
@@ -61,7 +55,7 @@ def test_the_next_turn_goes_on_from_what_was_kept(post: Post) -> None:
     status, answer = post({"tokens": first, "max_tokens": 8, "session": "a"})
     assert (status, answer) == (200, {"tokens": what_follows(first, 8), "restored_tokens": 0})
     second = [*first, *answer["tokens"], 5, 6, 7]
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 120
     while True:  # it is kept after the answer
         status, answer = post({"tokens": second, "max_tokens": 4, "session": "a"})
         assert (status, answer["tokens"]) == (200, what_follows(second, 4))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_serving import QUICK_TO_SEE_A_DEATH, QUIET, SMALL, helpers_for_workers, start_cluster
+from ray_serving import QUICK_TO_SEE_A_DEATH, QUIET, SMALL, come_up, helpers_for_workers, start_cluster
 from serving import DEADLINE_S, MODELS, NO_HINTS, compute, never_moved, serve, some_tokens
 
 from actors.cluster import RayCluster
 from actors.names import ClusterName
-from actors.ports import Port, RemoteOwner
+from actors.ports import GRACE_S, Port, RemoteOwner
 from actors.router import RouterActor
 from tiered_cache.errors import CapacityError, ConfigError, FrameNotFoundError, StaleError, TierError
 from tiered_cache.service.messages import Prompt
@@ -25,6 +25,8 @@ from tiered_cache.testing.object_servers import FaultyS3Server
 from tiered_cache.tiers.base import Durability
 
 MODEL = MODELS[0]
+NOISE_S = 5.0
+"""How late a busy machine may make an answer."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,9 @@ def machines() -> Iterator[Any]:
     if ray.is_initialized():
         ray.shutdown()
     with helpers_for_workers():
-        machines = Cluster(initialize_head=True, head_node_args={**SMALL, "_system_config": QUICK_TO_SEE_A_DEATH})
-        machines.add_node(num_cpus=2, num_gpus=2, object_store_memory=SMALL["object_store_memory"])
+        head = {**SMALL, "_system_config": QUICK_TO_SEE_A_DEATH}
+        machines = come_up(lambda: Cluster(initialize_head=True, head_node_args=head))
+        come_up(lambda: machines.add_node(num_cpus=2, num_gpus=2, object_store_memory=SMALL["object_store_memory"]))
         ray.init(machines.address, **QUIET)
     yield machines
     ray.shutdown()
@@ -45,7 +48,7 @@ def machines() -> Iterator[Any]:
 
 @pytest.fixture
 def cluster(machines: Any) -> Iterator[RayCluster]:
-    with start_cluster(MODEL, router=RouterSettings(ask_s=1.0)) as cluster:
+    with start_cluster(MODEL, router=RouterSettings(ask_s=3.0)) as cluster:
         yield cluster
 
 
@@ -125,7 +128,7 @@ def router_on(cluster: RayCluster, node: str) -> Any:
     port = cluster.router
     blueprint, workers, nodes = port.members(deadline_s=DEADLINE_S)
     handle = ray.get_actor(port.actor, namespace=port.ray_namespace)
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 240
     while node_of(handle) != node:
         assert time.monotonic() < until_s
         kill_actor(port.actor, port.ray_namespace)
@@ -146,9 +149,9 @@ def router_on(cluster: RayCluster, node: str) -> Any:
 @pytest.mark.parametrize("with_router", [False, True])
 def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any, with_router: bool) -> None:
     """Also if the router was on it, which is a while in coming back."""
-    doomed = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+    doomed = come_up(lambda: machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"]))
     home = doomed.node_id if with_router else machines.head_node.node_id
-    with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=1.0)) as cluster:
+    with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=3.0)) as cluster:
         router = router_on(cluster, home)
         nodes = {
             name: worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node
@@ -168,13 +171,13 @@ def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any, with_route
         started_s = time.monotonic()
         longer = np.concatenate([some_tokens(60, 1), some_tokens(9, 5)])
         again = compute(cluster, longer, deadline_s=10)
-        assert time.monotonic() - started_s < 11
+        assert time.monotonic() - started_s < 10 + GRACE_S + NOISE_S
         assert again.placement.restored_tokens == 60
         assert again.mark == never_moved(MODEL, longer)
         started_s = time.monotonic()
         with pytest.raises((TierError, FrameNotFoundError)):
             cluster.router.resume(plans[lost_worker], 200, deadline_s=5)
-        assert time.monotonic() - started_s < 6
+        assert time.monotonic() - started_s < 5 + GRACE_S + NOISE_S
         assert cluster.router.resume(plans[kept_worker], 200, deadline_s=10).mark == never_moved(
             MODEL, some_tokens(60, 1)
         )
@@ -183,10 +186,10 @@ def test_a_node_that_goes_away_takes_only_what_it_held(machines: Any, with_route
         assert recomputed.mark == never_moved(MODEL, some_tokens(60, 0))
         assert not cluster.heal(), "the nodes that are left have their workers"
         assert (len(cluster.workers), len(cluster.tierings)) == (2, 2)
-        joined = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+        joined = come_up(lambda: machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"]))
         assert set(cluster.heal()) == {lost_worker, f"tiering-{joined.node_id}"}
         assert not cluster.heal(), "it has begun"
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 120
         while (placed := serve(cluster, some_tokens(40, time.time_ns())).placement).owner != lost_worker:
             assert time.monotonic() < until_s
         assert placed.node == joined.node_id
@@ -210,7 +213,7 @@ def through(store: FaultyS3Server) -> dict[str, Any]:
 def test_what_a_node_left_in_the_store_is_restored_on_another_after_the_first_is_gone(
     machines: Any, store: FaultyS3Server
 ) -> None:
-    doomed = machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"])
+    doomed = come_up(lambda: machines.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"]))
     with start_cluster(MODEL, workers=3, router=RouterSettings(ask_s=5.0), **through(store)) as cluster:
         nodes = {
             name: worker.bid(cluster.namespace, (), deadline_s=DEADLINE_S).node

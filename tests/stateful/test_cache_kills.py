@@ -67,7 +67,8 @@ def test_kills(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     with contextlib.closing(Victims(directory, tmp_path / "log", __file__)) as victims:
         for seed in range(int(pytestconfig.getoption("--kills"))):
             wait_for = rng.choice(["started", "recovered", "recovered", "kept"])  # in recovery, or in spills
-            victims.live_and_die(seed, wait_for, rng.random() * rng.choice((0.002, 0.02, 0.2)))
+            times = rng.randrange(4, 12) if wait_for == "kept" else 1
+            victims.live_and_die(seed, wait_for, times, rng.random() * rng.choice((0.002, 0.02, 0.2)))
             with start(directory) as cache:
                 for state in victims.acknowledged.values():
                     (kept,) = cache.kept(state.offer())

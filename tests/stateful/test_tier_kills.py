@@ -98,11 +98,15 @@ class Victims:
         self.log.unlink(missing_ok=True)
         print(seed, file=self._process.stdin, flush=True)
         child = int(self._process.stdout.readline())
-        deadline_s = time.monotonic() + 30
-        while not (self.log.exists() and self.log.stat().st_size):
+        self.wait_for(1)
+        return child
+
+    def wait_for(self, lines: int) -> None:
+        """Until the child has said so many."""
+        deadline_s = time.monotonic() + 240
+        while not (self.log.exists() and self.log.read_text().count("\n") >= lines):
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
-        return child
 
     def kill(self, child: int) -> int:
         """Kill it and read what it had said; how many steps it had ended."""
@@ -127,7 +131,7 @@ class Victims:
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(60)
 
 
 @pytest.fixture
@@ -185,6 +189,7 @@ def test_kills(victims: Victims, tmp_path: Path, kills: int, witness: bool) -> N
         ended = 0
         for seed in range(1, kills // 2 + 1):
             child = victims.start(seed)
+            victims.wait_for(rng.choice((1, 5, 40)))
             time.sleep(rng.random() * rng.choice((0.002, 0.02, 0.1)))
             ended += victims.kill(child)
             if living is not None:

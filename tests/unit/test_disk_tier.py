@@ -549,21 +549,21 @@ def test_close_waits_for_calls(opened: Callable[..., tuple[DiskTier, FaultyDirec
     def wait(_: int, call: str) -> None:
         if call == "read":
             reading.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
     directory.on_step = wait
     answers: list[memoryview] = []
     reader = threading.Thread(target=lambda: answers.extend(map(bytes_of, tier.get([GetRequest(name_of(0))]))))
     reader.start()
-    assert reading.wait(10)
+    assert reading.wait(60)
     directory.on_step = None
     closer = threading.Thread(target=tier.close)
     closer.start()
     closer.join(0.05)
     assert closer.is_alive()
     go_on.set()
-    reader.join(10)
-    closer.join(10)
+    reader.join(60)
+    closer.join(60)
     assert not closer.is_alive()
     assert [bytes(answer) for answer in answers] == [bytes(1000)]
 

@@ -110,7 +110,7 @@ def test_spills_of_a_cluster_are_in_flight_while_they_are_stored() -> None:
         other = compute(cluster, some_tokens(60, 1) % 250 + 3)
         flow.take([200_000])
         with pytest.raises(CapacityError, match="in flight"):
-            cluster.tiering.spill(other.run.offer, Durability.HOST, Hints(), None, deadline_s=0.2)
+            cluster.tiering.spill(other.run.offer, Durability.HOST, Hints(), None, deadline_s=2.0)
         assert cluster.cache.usage()["host"].bytes_reserved == 0
         timer = threading.Timer(0.1, flow.give_back, [200_000])
         timer.start()

@@ -44,7 +44,7 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("kernels")
     source, library = folder / "rows.cpp", folder / "rows.so"
     source.write_text(HOST_PRELUDE + KERNEL_SOURCE)
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source], check=True, timeout=240)
     return ctypes.CDLL(str(library))
 
 

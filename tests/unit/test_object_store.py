@@ -223,7 +223,7 @@ def test_frames_move_down_to_memory_and_come_back(tmp_path: Path) -> None:
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("object-store")]
         assert threads
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "its threads end with the node's tiers"
 
 

@@ -644,13 +644,13 @@ def test_calls_wait_for_a_busy_sequence_until_their_deadline(home: Home, monkeyp
 
     def stuck(handle: int, tokens: np.ndarray) -> None:
         entered.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         extend(handle, tokens)
 
     monkeypatch.setattr(home.owner.engine, "extend", stuck)
     running = threading.Thread(target=home.owner.extend, args=(source, some_tokens(8)))
     running.start()
-    assert entered.wait(5)
+    assert entered.wait(60)
     calls: list[Callable[[], object]] = [
         lambda: home.owner.export(source, rows(home.owner, prompt), deadline_s=0.1),
         lambda: home.owner.release(source, deadline_s=0.1),
@@ -662,10 +662,10 @@ def test_calls_wait_for_a_busy_sequence_until_their_deadline(home: Home, monkeyp
         started_s = time.monotonic()
         with pytest.raises(DeadlineError, match="in use"):
             call()
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < 20, "the sequence is in use for a minute"
     assert home.owner.bid(home.owner.namespace, (), deadline_s=0.1).owner == "other"  # bids never wait
     go_on.set()
-    running.join(10)
+    running.join(60)
     longer = np.concatenate([prompt.tokens, some_tokens(8)])
     assert home.owner.run(source, Prompt(longer), (), deadline_s=5).marks[-1] == never_moved(MODEL, longer)
 
@@ -693,6 +693,6 @@ def test_exports_of_what_is_settled_are_right_while_the_sequence_runs_on(home: H
         home.owner.extend(source, more)
         tokens = np.concatenate([tokens, more])
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert not failures
     assert home.owner.run(source, Prompt(tokens), (), deadline_s=5).marks[-1] == never_moved(MODEL, tokens)

@@ -19,7 +19,7 @@ HEAVY = {"ray", "actors", "numpy", "tiered_cache.service", "tiered_cache.cache"}
 
 def run_pytest(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=240)
 
 
 def test_the_plugin_loads_nothing_heavy_until_a_fixture_is_used(tmp_path: Path) -> None:

@@ -471,7 +471,7 @@ def screenshot(page: Path, width: int, *options: str) -> np.ndarray[tuple[int, i
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"]
     command += [f"--user-data-dir={page.with_suffix('.profile')}", f"--window-size={width},2400", *options]
     subprocess.run(
-        [*command, f"--screenshot={target}", page.as_uri()], check=True, timeout=120, capture_output=True, text=True
+        [*command, f"--screenshot={target}", page.as_uri()], check=True, timeout=240, capture_output=True, text=True
     )
     with Image.open(target) as image:
         return np.asarray(image.convert("RGB"))

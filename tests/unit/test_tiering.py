@@ -525,28 +525,29 @@ def test_an_offer_that_was_edited_to_another_prompts_hashes_brings_nothing() -> 
 
 def test_a_spill_that_comes_back_late_overwrites_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its caller has given up, and the same prefix was computed and kept from elsewhere."""
-    tiers = TierSettings(host_bytes=8 << 20)
-    with LocalCluster(ClusterSettings(worker=WorkerSettings(engine=MODELS[0]), tiers=tiers)) as cluster:
+    tiers, later_s = TierSettings(host_bytes=8 << 20), 0.0
+    settings = ClusterSettings(worker=WorkerSettings(engine=MODELS[0]), tiers=tiers)
+    with LocalCluster(settings, clock=lambda: time.monotonic() + later_s) as cluster:
         late = compute(cluster, some_tokens(40))
         owner = cluster.owners[late.placement.owner]
         entered, go_on, export = threading.Event(), threading.Event(), owner.export
 
         def slow(source: SequenceRef, keys: tuple[FrameKey, ...], *, deadline_s: float) -> Parcel:
             entered.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return export(source, keys, deadline_s=deadline_s)
 
         monkeypatch.setattr(owner, "export", slow)
         with ThreadPoolExecutor(1) as thread:
             spilling = thread.submit(
-                cluster.tiering.spill, late.run.offer, Durability.HOST, Hints(), None, deadline_s=0.2
+                cluster.tiering.spill, late.run.offer, Durability.HOST, Hints(), None, deadline_s=60.0
             )
-            assert entered.wait(10)
+            assert entered.wait(60)
             other = next(worker for name, worker in cluster.workers.items() if name != late.placement.owner)
             lease = other.reserve(cluster.namespace, 60, 30.0, deadline_s=5)
             again = other.run(lease, Prompt(some_tokens(40)), (), deadline_s=5)
             assert cluster.tiering.spill(again.offer, Durability.HOST, Hints(), None, deadline_s=5).kept
-            time.sleep(0.2)  # the first one's deadline
+            later_s = 61.0  # the first one's deadline
             go_on.set()
             with pytest.raises(DeadlineError):
                 spilling.result()

@@ -76,15 +76,15 @@ class Gated(WrappedTier):
         self.ended = threading.Event()
 
     def reserve(self, sizes: Sequence[int]) -> Reservation:
-        self.gate.wait(30)
+        self.gate.wait(60)
         return super().reserve(sizes)
 
     def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
-        self.gate.wait(30)
+        self.gate.wait(60)
         return super().put(items, reservation)
 
     def get(self, requests: Sequence[GetRequest]) -> Sequence[GetAnswer]:
-        self.gate.wait(30)
+        self.gate.wait(60)
         try:
             return super().get(requests)
         finally:
@@ -119,7 +119,7 @@ def test_a_late_read_is_an_error_and_touches_no_buffer(executor: ThreadPoolExecu
     answers = tier.get([GetRequest(name_of(0), into=memoryview(buffer)), GetRequest(name_of(1))])
     assert all(isinstance(answer, DeadlineError) and answer.retryable for answer in answers)
     place.gate.set()
-    assert place.ended.wait(10)
+    assert place.ended.wait(60)
     assert buffer == b"\xa5" * 5_000
     (answer,) = tier.get([GetRequest(name_of(0), into=memoryview(buffer))])
     assert bytes_of(answer) == body == bytes(buffer)

@@ -9,7 +9,7 @@ from tiered_cache.errors import TierError
 
 _T = TypeVar("_T")
 
-DEATH_S = 10.0
+DEATH_S = 60.0
 """How long a killed process may take to be gone for its callers."""
 
 

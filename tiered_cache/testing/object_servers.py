@@ -49,9 +49,9 @@ def find_seaweed() -> Path | None:
 class SeaweedServer:
     """SeaweedFS with its S3 gateway, on free ports of 127.0.0.1, its data below `directory`, with one `BUCKET`."""
 
-    def __init__(self, binary: Path, directory: Path, *, start_s: float = 30.0) -> None:
+    def __init__(self, binary: Path, directory: Path, *, start_s: float = 120.0) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._ports = dict(zip(("master", "volume", "filer", "s3"), _free_ports(4), strict=True))
+        self._ports = dict(zip(("master", "volume", "filer", "s3"), free_ports(4), strict=True))
         flags = [f"-{part}.port={port}" for part, port in self._ports.items()]
         with (directory / "log").open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - a binary of a pinned package
@@ -348,8 +348,8 @@ def _client_options(port: int) -> dict[str, str]:
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free now, and so is the port of each one's gRPC service."""
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, and so is the port of each one's gRPC service; no client is given them by the system."""
     free: list[int] = []
     while len(free) < count:
         port = random.SystemRandom().choice(_PORTS)

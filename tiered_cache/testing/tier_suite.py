@@ -346,6 +346,7 @@ class TierTests(ABC):
         paths = [name_of(n) for n in range(6)]
         sizes = (3_000, 40_000, 300_000)
         deadline = threading.Event()
+        began = {seed: threading.Event() for seed in range(6)}
 
         def write(seed: int) -> int:
             rng, version = seeded(seed), 0
@@ -357,6 +358,7 @@ class TierTests(ABC):
                     tier.delete([rng.choice(paths)])
                 elif rng.random() < 0.2:
                     tier.quarantine(rng.choice(paths), "test")
+                began[seed].set()
             return version
 
         def read(seed: int) -> int:
@@ -370,6 +372,7 @@ class TierTests(ABC):
                     assert words.size in sizes
                     assert (words == words[0]).all(), "an answer mixes entries"
                     whole += 1
+                    began[seed].set()
                 else:
                     assert isinstance(answer, FrameNotFoundError), answer
             return whole
@@ -378,8 +381,9 @@ class TierTests(ABC):
             written = [pool.submit(write, seed) for seed in range(2)]
             seen = [pool.submit(read, seed) for seed in range(2, 6)]
             deadline.wait(1.5)
+            assert all(event.wait(60) for event in began.values()), "each has written, or read something whole"
             deadline.set()
-            assert all(future.result(30) for future in (*written, *seen))
+            assert all(future.result(60) for future in (*written, *seen))
         assert tier.usage().bytes_used == self.charged(tier)
         assert tier.usage().bytes_reserved == 0
 
