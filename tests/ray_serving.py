@@ -33,7 +33,7 @@ QUICK_TO_SEE_A_DEATH: dict[str, Any] = {
 
 def come_up(start: Callable[[], _T]) -> _T:
     """Start Ray, or a node: they give up on themselves after half a minute, which can be short on a busy machine."""
-    for _ in range(3):
+    for _ in range(7):
         with contextlib.suppress(Exception):
             return start()
     return start()
