@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from serving import DEADLINE_S, MODELS, compute, serve, some_tokens
 
+from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
+from tiered_cache.errors import IdentityError
 from tiered_cache.index import RemovalReason
 from tiered_cache.level import plain_name
 from tiered_cache.service.local import LocalCluster
 from tiered_cache.tiers.base import Durability
+
+
+def forge(frames: tuple[PlannedFrame, ...], what: str, rank: int) -> tuple[PlannedFrame, ...]:
+    """One rank's checkpoint, or all of its frames as private ones, of another sequence."""
+
+    def forged(planned: PlannedFrame) -> PlannedFrame:
+        other = planned.lineage + 1
+        return PlannedFrame(replace(planned.key, private=other if what == "private" else planned.key.private), other)
+
+    return tuple(forged(planned) if planned.key.rank == rank else planned for planned in frames)
 
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
@@ -29,5 +43,9 @@ def test_one_rank_has_its_own_frames_and_the_other_shares(lost_rank: int) -> Non
             lost_rank: False,
             1 - lost_rank: True,
         }
+        for what, where in (("checkpoint", lost_rank), ("private", lost_rank), ("private", 1 - lost_rank)):
+            forged = replace(ticket, plan=replace(ticket.plan, frames=forge(ticket.plan.frames, what, where)))
+            with pytest.raises(IdentityError, match="several sequences"):
+                cluster.workers["worker-0"].inject(forged.plan, forged.prompt, 60, b"", deadline_s=DEADLINE_S)
         assert cluster.router.resume(ticket, 60, deadline_s=DEADLINE_S).mark == second.mark
         assert not [name for name, _ in cluster.cache._index.names("host") if name.private], "used up"

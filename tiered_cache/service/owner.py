@@ -230,6 +230,7 @@ class SequenceOwner:
 
     def _check_plan(self, plan: RestorePlan, chain: PrefixChain) -> None:
         """A plan names frames of exactly this prefix, this namespace and this rank, or it is refused."""
+        check_one_sequence(plan)
         for planned in plan.frames:
             key = planned.key
             if not 0 < key.tokens <= plan.tokens:
@@ -567,6 +568,18 @@ class SequenceOwner:
                         self.engine.release(tracked.handle)
                 finally:
                     tracked.lock.release()
+
+
+def check_one_sequence(plan: RestorePlan) -> None:
+    """A suspended sequence's own frames, and on all ranks its checkpoint, are of one computation: `IdentityError`.
+
+    What is nobody's own may be of several: any engine of this identity has the same there.
+    """
+    private = {planned.key.private for planned in plan.frames} - {0}
+    if private:
+        private |= {planned.lineage for planned in plan.frames if planned.key.group == CHECKPOINT}
+    if len(private) > 1:
+        raise IdentityError(f"the plan is of several sequences: {sorted(private)}")
 
 
 def new_lineage() -> int:

@@ -40,7 +40,7 @@ from tiered_cache.service.messages import (
     StateMark,
     Suspension,
 )
-from tiered_cache.service.owner import new_lineage
+from tiered_cache.service.owner import check_one_sequence, new_lineage
 from tiered_cache.service.router import CONSEQUENCES
 from tiered_cache.service.wire import checked
 
@@ -128,11 +128,15 @@ class OwnerSet:
         lineage: int = 0,
         deadline_s: float,
     ) -> Restored:
-        """Restore each rank's frames of the plan, on all ranks or on none."""
+        """Restore each rank's frames of the plan, on all ranks or on none.
+
+        Raises `IdentityError` for a plan that would give them several sequences' frames.
+        """
         lineage, deadline = lineage or new_lineage(), Deadline.after(deadline_s, self._clock)
         checked(plan, RestorePlan)
         if strangers := {f.key.rank for f in plan.frames} - set(range(len(self.ranks))):
             raise GeometryError(f"the plan is of rank {max(strangers)}, and {self.name} has {len(self.ranks)} ranks")
+        check_one_sequence(plan)  # each rank sees its own frames alone
         states = _split(sampler_state, len(self.ranks)) if sampler_state else [b""] * len(self.ranks)
 
         def injected(rank: Rank, number: int) -> Restored:
