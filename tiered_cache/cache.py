@@ -92,6 +92,8 @@ PART_S = 30.0
 """The longest that one tier is waited for in what another could do without."""
 FIND_AGAIN_S = 10.0
 """How long until a tier that could not be listed is asked again."""
+USAGE_S = 1.0
+"""How long a tier may take to say what it holds, to who only wants to know."""
 ENCODE_S = 60.0
 """How long to wait for the executor to encode a batch."""
 _REQUEST_TOKENS_MIN = 1 << 10  # a short request is charged as much: what it takes besides its tokens
@@ -1354,9 +1356,12 @@ class TieredCache:
     def report_bad(self, key: FrameKey, why: str) -> None:
         """A reader could not use a frame: every copy is read and decoded, and one that is not sound is quarantined."""
         self._count("reported")
-        _log.warning("a reader could not use %s: %s", key.path(), why)
         for level in self._levels:
             level.judge_if_listed(key, decoded=True)
+            with self._lock:
+                listed = self._index.holds(key, level.name)
+            if listed:  # else what was wrong with it is told
+                _log.warning("tier %s: a reader could not use %s: %s", level.name, key.short(), why)
 
     def recover(self, *, later: bool = False) -> int:
         """Rebuild the index from what the durable tiers hold, by their names alone; returns how many frames there are.
@@ -1422,10 +1427,10 @@ class TieredCache:
             return dict(self._counters)
 
     def usage(self) -> dict[str, TierUsage]:
-        """The budget, and what they hold, of the tiers that answer."""
+        """The budget, and what they hold, of the tiers that answer at once, or nearly so: figures wait for no disk."""
         found: dict[str, TierUsage] = {}
         for level in self._levels:
-            with suppress(TierError):
+            with suppress(TierError), until(Deadline.after(USAGE_S)):
                 found[level.name] = level.tier.usage()
         return found
 
@@ -1446,10 +1451,14 @@ class TieredCache:
         with until(Deadline.after(CLOSE_S)):
             with self._lock:
                 self._state.freed.wait_for(lambda: not self._ahead_runs, wait_s(CLOSE_S / 2))
-            for level in self._levels:
-                level.tier.close()
+            closers = [(level.name, level.tier.close) for level in self._levels]
             if self._shared is not None:
-                self._shared.close()
+                closers.append((self._shared.name, self._shared.close))
+            for name, close in closers:
+                try:
+                    close()
+                except TieredCacheError as error:
+                    _log.warning("tier %s: closed, but not cleanly: %s", name, error)
 
     def _count(self, what: str) -> None:
         self._state.count(what)

@@ -294,6 +294,16 @@ def test_what_needs_a_tier_that_hangs_ends_by_its_deadline(call: str, tmp_path: 
         assert slow.ask(slow.cache.usage, DEADLINE_S).result().keys() == {"host"}
 
 
+def test_figures_wait_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_cache.cache.USAGE_S", 0.05)
+    with slow_node(tmp_path, deadline_s=3600.0) as slow:
+        assert slow.cache.usage().keys() == {"host", "disk"}
+        slow.disk.gate.clear()
+        for _ in range(RUNNING_MAX + 1):
+            assert slow.cache.usage().keys() == {"host"}
+        assert slow.cache.health().keys() == {"host", "disk"}
+
+
 def check_idle(cache: TieredCache) -> None:
     for level in cache._levels:
         assert not level._busy

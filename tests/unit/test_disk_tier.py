@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import random
+import shutil
 import subprocess
 import threading
 import time
@@ -385,6 +387,12 @@ def test_a_small_file_system_fills_and_recovers(tmp_path: Path) -> None:
                 put(tier, (name_of(201), bytes(100_000)))
             (mounted / "foreign").unlink()
             assert put(tier, (name_of(201), bytes(100_000))) == [PutOutcome.CREATED]
+            (mounted / "foreign").write_bytes(bytes(os.statvfs(mounted).f_bavail * 4096))
+        with DiskTier(mounted / "tier", 1 << 30, sync=SyncPolicy.FULL) as tier:  # closed, and opened, while it is full
+            assert os.statvfs(mounted).f_bavail == 0
+            assert sorted(entry.path for entry in tier.list()) == sorted([*kept, name_of(201)])
+            assert get(tier, name_of(201)) == bytes(100_000)
+            (mounted / "foreign").unlink()
         with DiskTier(mounted / "tier", 1 << 30, sync=SyncPolicy.FULL) as tier:
             (mounted / "foreign").write_bytes(bytes(os.statvfs(mounted).f_bavail * 4096))
             tier.delete([name_of(201), *kept[:4]])
@@ -620,3 +628,99 @@ def test_a_directory_is_shared_while_another_that_lives_has_it_open(
     assert tier.is_shared()
     other.close()
     assert not tier.is_shared()
+
+
+# A disk that takes no writes any more
+
+WRITES = {
+    *("create", "open_again", "open_shared", "write", "sync", "link", "rename", "make_directory", "sync_directory"),
+    "close_file",
+}
+QUICK = {
+    *((errno.ENOSPC, False, SyncPolicy.FULL), (errno.ENOSPC, True, SyncPolicy.NEVER)),
+    *((errno.EIO, False, SyncPolicy.NEVER), (errno.EROFS, True, SyncPolicy.FULL)),
+}
+CASES = [
+    pytest.param(
+        *case,
+        id="-".join((errno.errorcode[case[0]], "lasting" if case[1] else "once", case[2].value)),
+        marks=[] if case in QUICK else [pytest.mark.slow],
+    )
+    for case in itertools.product(
+        (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS), (False, True), (SyncPolicy.NEVER, SyncPolicy.FULL)
+    )
+]
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.parametrize(("error", "lasting", "sync"), CASES)
+def test_no_failed_write_loses_what_was_acknowledged_or_keeps_the_tier_from_closing(
+    tmp_path: Path, error: int, lasting: bool, sync: SyncPolicy
+) -> None:
+    """At each write in turn, once or from there on; then the tier is closed, and opened again when all is well."""
+    acknowledged: dict[str, bytes] = {}
+
+    def fill(tier: DiskTier, *numbers: int) -> None:
+        bodies = {name_of(n): body_of("", n, 9_000 + n) for n in numbers}
+        try:
+            put(tier, *bodies.items())
+        except (TierError, CapacityError):
+            return
+        acknowledged.update(bodies)
+
+    def do(call: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(TierError):  # and no other
+            call(*arguments)
+
+    def use(tier: DiskTier) -> None:
+        fill(tier, 0, 1, 2)
+        acknowledged.pop(name_of(1), None)
+        do(tier.delete, [name_of(1)])
+        fill(tier, 3)  # into the spare file
+        acknowledged.pop(name_of(2), None)
+        do(tier.quarantine, name_of(2), "test")
+        fill(tier, 4, 0)
+        do(tier.usage)
+        do(tier.set_limit, BUDGET - 1)
+        do(tier.collect_orphans)
+        do(tier.delete, [name_of(5)])
+
+    step, done = 0, False
+    while not done:
+        step += 1
+        seen = 0
+        root = tmp_path / str(step)
+        files = open_files()
+        tier = DiskTier(root, BUDGET, sync=sync, grace_s=0.0, quarantine_entries=1, open_directory=FaultyDirectory)
+        directory = tier._directory
+        assert isinstance(directory, FaultyDirectory)
+
+        def fail(_: int, name: str, step: int = step) -> None:
+            nonlocal seen
+            seen += name in WRITES
+            if name in WRITES and (seen >= step if lasting else seen == step):
+                raise OSError(error, os.strerror(error))
+
+        directory.on_step = fail
+        acknowledged.clear()
+        use(tier)
+        for path, body in acknowledged.items():
+            assert get(tier, path) == body, "reading needs no write"
+        tier.close()
+        done = seen < step
+        assert open_files() == files, f"step {step} leaves files open"
+        with DiskTier(root, BUDGET, sync=sync, grace_s=0.0) as tier:
+            found = {entry.path: get(tier, entry.path) for entry in tier.list()}
+            assert acknowledged.items() <= found.items(), f"step {step}"
+            usage = tier.usage()
+            assert usage.bytes_reserved == 0
+            assert usage.bytes_used == sum(tier.footprint(len(body or b"")) for body in found.values())
+            assert usage.entries == len(found)
+            assert held_bytes(tier, root) == usage.bytes_used + usage.bytes_quarantined
+            assert not files_in(root / "tmp")
+            assert len(files_in(root / "holders")) == 1
+        shutil.rmtree(root)
+    assert step > 30

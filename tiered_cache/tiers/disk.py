@@ -100,7 +100,12 @@ class DiskTier(Tier):
     Processes should agree on `bytes_max`: each refuses at its own. What a killed process left is collected, and its
     room given back, when it is `grace_s` old: at opening, when room is short, and once in a while. `quarantine_bytes`
     and `spare_bytes` are each a sixteenth of the budget if None; bytes of deleted entries stay readable in spare files
-    for a while, unless that is 0. Raises `ConfigError` if the directory is not private, and `TierError` if it fails.
+    for a while, unless that is 0. Raises `ConfigError` if the directory is not private, `CapacityError` if the file
+    system has no room for even an empty file, and `TierError` if it fails.
+
+    A full file system fails `reserve` and `put` with a `CapacityError`, and like one that takes no writes for another
+    reason everything else that writes with a `TierError`. What is there stays readable, and goes as far as the file
+    system lets it; `close` always ends. What the ledger could not be told, whoever opens the directory next counts.
     """
 
     durability = Durability.DISK
@@ -174,17 +179,20 @@ class DiskTier(Tier):
 
     def reserve(self, sizes: Sequence[int]) -> Reservation:
         need = sum(map(self.footprint, sizes))
-        with self._call():
+        with self._call(fills=True):
             self._unlink_stuck()
             if not self._try_reserve(need):
-                self.collect_orphans()
+                with contextlib.suppress(TierError):
+                    self.collect_orphans()
                 if not self._try_reserve(need):
-                    free = min(self.usage().bytes_free, self._directory.bytes_free())
+                    free: object = "too few"
+                    with contextlib.suppress(TierError):
+                        free = min(self.usage().bytes_free, self._directory.bytes_free())
                     raise CapacityError(f"{need} bytes are needed and {free} are free", None, self.name)
         return Reservation(need, self._unreserve)
 
     def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
-        with self._call():
+        with self._call(fills=True):
             new: dict[str, PutItem] = {}
             for item in items:
                 if not is_path(item.path):
@@ -298,12 +306,12 @@ class DiskTier(Tier):
             self._collect_at_s = self._clock() + max(self.grace_s, _COLLECT_S)
             collected: set[str] = set()
             while dead := self._lock_dead(collected):
-                for holder, fd in dead:
-                    collected.add(holder)
-                    try:
+                with self._errors(), contextlib.ExitStack() as closing:
+                    for _, fd in dead:
+                        closing.callback(self._directory.close_file, fd)
+                    for holder, _ in dead:
+                        collected.add(holder)
                         self._remove_left_by(holder)
-                    finally:
-                        self._directory.close_file(fd)
             return len(collected)
 
     def close(self) -> None:
@@ -321,12 +329,14 @@ class DiskTier(Tier):
                 self._remove_holder(self._holder)
                 if not any(self._is_alive(holder) for holder in self._holders()):
                     self._drop_spares(books, 0)
-        except TierError as error:
+        except TieredCacheError as error:  # a full disk's among them; whoever opens it next finds a dead process's part
             _log.warning("tier %s: closed, but not cleanly: %s", self.name, error)
         finally:
-            self._directory.close_file(self._holder_fd)
-            self._ledger.close()
-            self._directory.close()
+            # An error of these says nothing: what was acknowledged is not written by them.
+            with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+                closing.callback(self._directory.close)
+                closing.callback(self._ledger.close)
+                closing.callback(self._directory.close_file, self._holder_fd)
 
     # The budget
 
@@ -407,9 +417,13 @@ class DiskTier(Tier):
                 else:
                     books.become(self._count(None))
             fd = self._directory.open_shared(f"holders/{self._holder}")
-            locked = self._directory.try_lock(fd)
-            assert locked, "a random name is nobody else's"
-            self._directory.make_directory(f"tmp/{self._holder}")
+            try:
+                locked = self._directory.try_lock(fd)
+                assert locked, "a random name is nobody else's"
+                self._directory.make_directory(f"tmp/{self._holder}")
+            except BaseException:  # else it would be alive for as long as this process is
+                self._directory.close_file(fd)
+                raise
             self._directory.keep_open("entries/", f"tmp/{self._holder}")
             return fd
 
@@ -470,22 +484,22 @@ class DiskTier(Tier):
     # Writing
 
     def _write(self, items: Sequence[PutItem], written: dict[str, str]) -> None:
-        """Write the items under `tmp` and sync them, many together; `written` gets each file before it is there."""
+        """Write the items under `tmp` and sync them, many together; `written` gets each file before it is there.
+
+        An error of a file's closing counts: some file systems write no sooner.
+        """
         for first in range(0, len(items), _SYNC_TOGETHER):
             fds: list[int] = []
-            try:
-                with self._errors():
-                    for item in items[first : first + _SYNC_TOGETHER]:
-                        fds.append(self._create(item, written))
-                        self._write_file(fds[-1], item.views())
-                        if self.sync is not SyncPolicy.NEVER:
-                            self._directory.start_writing_back(fds[-1])
+            with self._errors(), contextlib.ExitStack() as closing:
+                for item in items[first : first + _SYNC_TOGETHER]:
+                    fds.append(self._create(item, written))
+                    closing.callback(self._directory.close_file, fds[-1])
+                    self._write_file(fds[-1], item.views())
                     if self.sync is not SyncPolicy.NEVER:
-                        for fd in fds:
-                            self._directory.sync(fd)
-            finally:
-                for fd in fds:
-                    self._directory.close_file(fd)
+                        self._directory.start_writing_back(fds[-1])
+                if self.sync is not SyncPolicy.NEVER:
+                    for fd in fds:
+                        self._directory.sync(fd)
 
     def _create(self, item: PutItem, written: dict[str, str]) -> int:
         """The file to write an entry to: the spare one that was claimed for it, or a new one."""
@@ -658,16 +672,25 @@ class DiskTier(Tier):
                     bytes_ = self._size(path) if is_path(path) else None
                     if bytes_ is None:
                         continue
-                    if at_once and self._keep_spare(books, _entry_name(path), bytes_):
-                        moved[path] = None
-                    else:
-                        moved[path] = _Moved(self._move(_entry_name(path)), bytes_)
-                        self._charge(self.footprint(bytes_))
+                    kept = at_once and self._keep_spare(books, _entry_name(path), bytes_)
+                    moved[path] = None if kept else self._move_or_unlink(_entry_name(path), bytes_)
                     books.entries -= 1
                     books.bytes_used -= self.footprint(bytes_)
             except OSError as error:
                 return moved, error
         return moved, None
+
+    def _move_or_unlink(self, name: str, bytes_: int) -> _Moved | None:
+        """Move an entry under `tmp`, to be removed without a lock; a disk that is too full for a name must lose one."""
+        try:
+            moved = _Moved(self._move(name), bytes_)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._directory.unlink(name)
+            return None
+        self._charge(self.footprint(bytes_))
+        return moved
 
     @contextlib.contextmanager
     def _removed_later(self, moved: dict[str, _Moved | None]) -> Iterator[None]:
@@ -764,7 +787,8 @@ class DiskTier(Tier):
                         break
                     done += got
             finally:
-                self._directory.close_file(fd)
+                with contextlib.suppress(OSError):
+                    self._directory.close_file(fd)
         except OSError as error:
             if error.errno in _ABSENT:
                 return FrameNotFoundError("not there", request.path, self.name)
@@ -870,8 +894,8 @@ class DiskTier(Tier):
     # Calls and errors
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """Count a call, so that `close` waits for it."""
+    def _call(self, *, fills: bool = False) -> Iterator[None]:
+        """Count a call, so that `close` waits for it; only those that bring something can fail for want of room."""
         if os.getpid() != self._process:
             raise TierError("opened by another process: a fork must open its own", None, self.name)
         with self._idle:
@@ -880,6 +904,10 @@ class DiskTier(Tier):
             self._calls += 1
         try:
             yield
+        except CapacityError as error:
+            if fills:
+                raise
+            raise TierError(error.message, error.key, self.name, retryable=True) from error
         finally:
             with self._idle:
                 self._calls -= 1
