@@ -234,6 +234,11 @@ class FrameKey:
         private = f"-{self.private:016x}" if self.private else ""
         return f"{self.namespace.hex()}/{prefix[:2]}/{name}{private}"
 
+    def short(self) -> str:
+        """Enough of the name for a line of a log to find the frame by."""
+        rank, private = f" of rank {self.rank}" if self.rank else "", " (private)" if self.private else ""
+        return f"{self.group} at {self.tokens:,} tokens{rank}, {self.prefix.hex()[:16]}{private}"
+
     @staticmethod
     def parse(path: str) -> FrameKey:
         """The key that has this path. Raises `IdentityError` for any other string."""

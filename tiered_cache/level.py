@@ -737,10 +737,10 @@ class Level:
         """Take absent and bad frames out of the index, bad ones into quarantine; returns what nothing needs now."""
         leftover = [name for absent in reading.absent for name in self._forget(absent, RemovalReason.LOST)]
         for name, error in reading.bad:
-            path = key_of(name).path()
-            _log.warning("tier %s: %s is set aside: %s", self.name, path, error.message)
+            key = key_of(name)
+            _log.warning("tier %s: %s is set aside: %s", self.name, key.short(), error.message)
             try:
-                self.tier.quarantine(path, error.message)
+                self.tier.quarantine(key.path(), error.message)
             except TierError as failure:
                 self._state.count(f"errors.{self.name}.quarantine")
                 self._keep_late([name], failure)
@@ -802,7 +802,8 @@ class Level:
             except VersionError as error:  # a newer peer's
                 raise TierError(error.message, path, self.name) from error
             except BAD as error:
-                _log.warning("tier %s: %s is set aside: %s", self.name, path, error.message)
+                what = f"the descriptor of {known.digest.hex()[:16]}"
+                _log.warning("tier %s: %s is set aside: %s", self.name, what, error.message)
                 self._state.count(f"descriptors.{self.name}.quarantined")
                 self.tier.quarantine(path, error.message)
                 continue

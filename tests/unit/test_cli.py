@@ -168,6 +168,21 @@ def test_what_is_kept_is_sound_and_is_used_again(
     assert warm["verified_by_recomputing"] > 0
 
 
+def test_a_bad_frame_is_one_short_line(trace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = tmp_path / "kept"
+    arguments = [*REPLAY, str(trace), "--host-bytes", "0", "--keep", str(kept)]
+    assert main(arguments) == 0
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    path = frames(kept)[0]
+    key = FrameKey.parse(str(path.relative_to(kept / "entries")).removesuffix(".blob"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert main(arguments) == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith(f"tier disk: {key.short()} is set aside: ")
+    assert re.search(r"checksum|padding", line)
+    assert len(line) < 160
+
+
 def test_the_disk_tier_can_be_elsewhere_and_leaves_nothing_there(trace: Path, tmp_path: Path, temporary: Path) -> None:
     where = tmp_path / "nvme"
     where.mkdir()

@@ -122,7 +122,7 @@ class Catalogue:
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
         """Somebody could not use a frame: it is read here, and set aside if it is bad."""
-        _log.warning("a reader could not use %s: %s", key.path(), why)
+        _log.warning("a reader could not use %s: %s", key.short(), why)
         with self._until(deadline_s):
             self.cache.judge(key)
 
