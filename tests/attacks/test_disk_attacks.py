@@ -58,6 +58,31 @@ def test_a_directory_that_others_can_replace_is_refused(tmp_path: Path) -> None:
     open_tier(shared / "tier").close()
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o2755])
+def test_a_directory_that_others_can_read_is_closed_to_them(
+    tmp_path: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "tier"
+    root.mkdir()
+    root.chmod(mode)
+    with open_tier(root):
+        assert root.stat().st_mode & 0o777 == 0o700
+    assert f"mode {mode:04o}" in caplog.text
+    caplog.clear()
+    with open_tier(root):
+        assert not caplog.text
+
+
+def test_a_directory_that_cannot_be_closed_to_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "tier"
+    root.mkdir(mode=0o755)
+    monkeypatch.setattr(os, "fchmod", lambda *_: None)  # as some file systems do
+    with pytest.raises(ConfigError, match="others can read it"):
+        open_tier(root)
+
+
 def test_a_symbolic_link_is_refused_as_the_directory(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "tier").symlink_to(tmp_path / "elsewhere")

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import resource
 import stat
@@ -22,6 +23,8 @@ from types import TracebackType
 from typing import Self
 
 from tiered_cache.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO in a file's place must not block
@@ -40,10 +43,10 @@ class Listed:
 
 
 class Directory:
-    """The private directory at `root`, created if it is not there.
+    """The private directory at `root`, created if it is not there, and closed to others if they can read it.
 
-    Raises `ConfigError` if it is a symbolic link, belongs to another user, can be written by others, or lies in a
-    directory in which others can replace it.
+    Raises `ConfigError` if it is a symbolic link, belongs to another user, can be written by others or is on a file
+    system that cannot close it to them, or lies in a directory in which others can replace it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -71,6 +74,19 @@ class Directory:
             raise ConfigError(f"{self.root} has mode {status.st_mode & 0o7777:04o}: others can write into it")
         if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
             raise ConfigError(f"{self.root} lies in a directory of mode {parent.st_mode & 0o7777:04o}")
+        if status.st_mode & 0o077:
+            self._close_to_others(stat.S_IMODE(status.st_mode))
+
+    def _close_to_others(self, mode: int) -> None:
+        """Made by `mkdir`, or as the root of a volume, say."""
+        problem: object = "the file system keeps the mode"
+        try:
+            os.fchmod(self._root, mode & ~0o077)
+        except OSError as error:
+            problem = error.strerror
+        if os.fstat(self._root).st_mode & 0o077:
+            raise ConfigError(f"{self.root} has mode {mode:04o}: others can read it, and {problem}")
+        _log.warning("%s had mode %04o, and is closed to others now", self.root, mode)
 
     # Files
 
