@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tiered_cache.service.messages import MatchReply, Prompt, RestorePlan
 from tiered_cache.service.shared import SharedStore
 from tiered_cache.testing.faults import FaultyTier
 from tiered_cache.tiers.base import Durability
+from tiered_cache.tiers.disk import DiskTier, SyncPolicy
 from tiered_cache.tiers.host import HostTier
 from tiered_cache.tiers.object_budget import GrantedBudget, LocalBudget
 from tiered_cache.tiers.object_store import ObjectStoreTier
@@ -49,6 +51,7 @@ class Site:
         *,
         object_bytes: int = 1 << 20,
         host_bytes: int = 1 << 20,
+        disk: Path | None = None,
         nodes: int = 2,
         policy: Callable[[], LruPolicy] = LruPolicy,
     ) -> None:
@@ -57,6 +60,7 @@ class Site:
         self.store = MemoryStore()
         self.object_bytes = object_bytes
         self.host_bytes = host_bytes
+        self.disk = disk
         self.current = Current()
         self._new_policy = policy
         self.generation = 0
@@ -95,6 +99,9 @@ class Site:
         client = FaultyTier(self.client(GrantedBudget()), 100 + len(self.clients))
         shared = SharedStore(client, self.current, clock=self.clock)
         slots = [TierSlot(HostTier(self.host_bytes), LruPolicy())] if self.host_bytes else []
+        if self.disk is not None:
+            tier = DiskTier(self.disk / str(len(self.nodes)), 4 * self.host_bytes, sync=SyncPolicy.NEVER)
+            slots.append(TierSlot(tier, LruPolicy(), Mode.FAST))
         node = TieredCache(slots, InlineExecutor(), shared=shared, clock=self.clock)
         node.register(IDENTITY, self.geometry)
         self.clients.append(client)

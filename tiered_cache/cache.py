@@ -1159,7 +1159,8 @@ class TieredCache:
     def _demote(self, prefix: PrefixId, level: Level, below: Level) -> bool:
         """Write a checkpoint, and what it needs, to the tier below, and read it back; whether it is there now.
 
-        Nothing has left `level` yet, so that a reader finds it at any moment.
+        Nothing has left `level` yet, so that a reader finds it at any moment. If there is a shared tier further down,
+        where the ranks of a set come together, those that are here go that way although another is not.
         """
         with self._lock:
             chain = None if prefix in self._index.pinned(self._clock()) else self._index.chain_to(prefix)
@@ -1168,8 +1169,11 @@ class TieredCache:
             assert isinstance(chain.namespace, bytes)
             known = self._state.namespace(chain.namespace)
             missing = self._index.missing(chain, len(chain), below.name)
-            if not all(self._index.holds(name, level.name) for name in missing):
-                return False  # it cannot be restored
+            lacking = {name.rank for name in missing if not self._index.holds(name, level.name)}
+            if lacking:
+                chain = replace(chain, ranks=frozenset(range(known.geometry.shards)) - lacking)
+                if self._shared is None or not chain.ranks:
+                    return False  # it cannot be restored
         targets: list[_Target] = []
         try:
             refused = self._admit_to(below, chain, [len(chain)], known, targets)
@@ -1177,7 +1181,7 @@ class TieredCache:
                 self._fill(target, target.names, partial(self._recoded, level, below.mode, known=known), known)
             self._verify_support(below, chain, known)
             with self._lock:
-                return not refused and not self._index.missing(chain, len(chain), below.name)
+                return not refused and not self._missing(below, chain, [len(chain)])
         except TieredCacheError as error:
             self._count(f"errors.{below.name}.demote")
             _log.warning("tier %s: a checkpoint did not move to %s: %s", level.name, below.name, error.message)

@@ -117,15 +117,21 @@ def test_a_host_under_pressure_hands_over_to_the_store_and_then_drops() -> None:
     site.check()
 
 
-def test_the_ranks_of_a_set_come_together_from_the_nodes_that_hold_one_each() -> None:
-    site = Site(GEOMETRIES["sharded"], host_bytes=16_000)
-    for seed in range(8):
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_the_ranks_of_a_set_come_together_from_the_nodes_that_hold_one_each(tmp_path: Path, has_disk: bool) -> None:
+    site = Site(GEOMETRIES["sharded"], host_bytes=16_000, disk=tmp_path if has_disk else None)
+    for seed in range(24 if has_disk else 8):
         for rank, node in enumerate(site.nodes):
             state = site.state(some_tokens(8, seed))._replace(rank=rank)
             site.spill(node, state, durability=Durability.HOST)
     assert all(node.counters()["dropped.host.moved"] > 0 for node in site.nodes)
+    if has_disk:
+        assert all(node.counters()["dropped.disk.moved"] > 0 for node in site.nodes)
     assert site.restored(site.nodes[0], some_tokens(8, 0)) == 8
     site.check()
+    for node in site.nodes:
+        assert not node.counters().get("dropped.host.evicted")
+        node.close()
 
 
 def test_pins_hold_and_when_all_is_pinned_the_new_spill_is_declined() -> None:
