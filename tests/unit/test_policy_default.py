@@ -103,13 +103,21 @@ def test_the_model_learns_a_hazard_and_who_has_it() -> None:
 def test_worth_prefers_soon_and_sure_and_sees_over_a_gap() -> None:
     never, soon, late = np.zeros(BUCKETS), np.zeros(BUCKETS), np.zeros(BUCKETS)
     soon[3], late[12] = 0.9, 0.9
-    start = np.zeros(3, np.int64)
-    values = worth(np.array([never, soon, late]), start)
+    values = worth(np.array([never, soon, late]), np.zeros(3))
     assert values[0] == 0
     assert values[1] > values[2] > 0
-    later = worth(np.array([late]), np.array([11]))
+    later = worth(np.array([late]), np.array([11.0]))
     assert later[0] > values[2], "the nearer the use, the more it is worth to wait for it"
-    assert worth(np.array([soon]), np.array([4]))[0] == 0, "its time has passed"
+    assert worth(np.array([soon]), np.array([0.8]))[0] == 0, "its time has passed"
+
+
+def test_worth_grows_all_the_way_to_a_use_and_does_not_jump_between_buckets() -> None:
+    hazards = np.full(BUCKETS, 0.01)
+    hazards[12] = 0.9  # 11.3 to 16 s
+    ages_s = np.geomspace(3.0, 11.3, 200)
+    values = worth(np.broadcast_to(hazards, (200, BUCKETS)), ages_s)
+    assert np.all(np.diff(values) > 0), "the nearer the use, the more it is worth to wait for it"
+    assert np.all(values[1:] / values[:-1] < 1.1)
 
 
 def test_the_floor_follows_lru_only_while_that_is_better() -> None:

@@ -7,7 +7,8 @@ and each bucket that is survived, and each use, is one observation of a Kalman f
 has been seen often moves little, what is new moves fast. A little noise on the variances forgets old traffic.
 
 The worth of keeping is the best ratio, over all times to stop at, of the expected uses to the expected time held: the
-Gittins index of a job whose size is the time to its next use.
+Gittins index of a job whose size is the time to its next use. Of the bucket that an age is in, only what is left of it
+counts: the worths of all that are in one bucket would be the same otherwise, and which of them goes would be chance.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ BUCKETS = 52
 FIRST_BUCKET_S = 0.25
 OBSERVATIONS_MAX = 64
 """How many observations may share one step of the filter."""
+LEFT_MIN = 0.02
+"""At least so much of a bucket counts as still to come, lest a worth be 0 / 0."""
 _GROUP_OF: Ints = np.arange(BUCKETS) // 3
 _LOGIT = -3.0
 _VARIANCES = (1.0, 0.3, 0.2)
 """At the start: by bucket, by feature, by feature and three buckets."""
 _NOISE = 1e-4
 
-_WIDTHS_S: Floats = np.diff(np.concatenate(([0.0], FIRST_BUCKET_S * 2.0 ** (np.arange(BUCKETS) / 2))))
+_ENDS_S: Floats = FIRST_BUCKET_S * 2.0 ** (np.arange(BUCKETS) / 2)
+_WIDTHS_S: Floats = np.diff(_ENDS_S, prepend=0.0)
 
 
 def bucket_of(age_s: Floats) -> Ints:
@@ -90,15 +94,17 @@ class HazardModel:
         return sum(a.nbytes for a in (*self._weights, *self._variances))
 
 
-def worth(hazards: Floats, buckets: Ints) -> Floats:
-    """The Gittins index in uses a second, shape [n], for hazards [n, BUCKETS] and the bucket that each is in now."""
-    bucket = np.arange(BUCKETS)
-    ahead = bucket >= buckets[:, None]
+def worth(hazards: Floats, ages_s: Floats) -> Floats:
+    """The Gittins index in uses a second, shape [n], for hazards [n, BUCKETS] and ages [n]; continuous in the age."""
+    now, rows = bucket_of(ages_s), np.arange(len(ages_s))
+    left = np.clip((_ENDS_S[now] - ages_s) / _WIDTHS_S[now], LEFT_MIN, 1.0)
+    ahead = np.arange(BUCKETS) >= now[:, None]
     hazards = np.where(ahead, hazards, 0.0)
-    widths_s = np.where(bucket == buckets[:, None], _WIDTHS_S / 2, _WIDTHS_S)
+    hazards[rows, now] = 1.0 - (1.0 - hazards[rows, now]) ** left
+    widths_s = np.where(ahead, _WIDTHS_S, 0.0)
+    widths_s[rows, now] *= left
     alive = np.ones_like(hazards)
     np.cumprod(1.0 - hazards[:, :-1], axis=1, out=alive[:, 1:])
-    alive *= ahead
     uses = np.cumsum(alive * hazards, axis=1)
     time_s = np.cumsum(alive * widths_s * (1.0 - hazards / 2), axis=1)
     return np.asarray((uses / np.maximum(time_s, 1e-12)).max(axis=1))

@@ -148,7 +148,7 @@ class Predictor:
         """What it is worth to keep each node for one more second, in uses a second. Shape [n]."""
         rows = np.array([self._facts(node).row for node in nodes], np.int64)
         ages_s = max(now_s, self._now_s) - self._since_s[rows]
-        learned = worth(self.model.hazards(self._kinds[rows], self._features[rows]), bucket_of(ages_s))
+        learned = worth(self.model.hazards(self._kinds[rows], self._features[rows]), ages_s)
         expected_s = self._expected_s[rows] - self._since_s[rows]  # a hint holds until twice the time has passed
         hinted = HINT_TRUST / np.maximum(np.maximum(expected_s - ages_s, 0.1 * expected_s), 0.25)
         return np.where(ages_s < 2 * expected_s + 1, hinted, learned)
