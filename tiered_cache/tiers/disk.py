@@ -12,6 +12,12 @@ counted moves under the ledger's lock: entries are linked in and renamed out the
 directory whenever nobody holds the lock, and a process that is killed leaves at most what is under its own `tmp`.
 Bodies are read, written, synced and removed without any lock.
 
+Processes that share a directory share its entries and its budget, and nothing else. Which entries one of them has
+acknowledged to somebody, pins or is about to read, the others do not know: to make room, each deletes what its own
+policy chooses of the entries that it knows of. To the other that is a verified absence, and so a miss; a suspended
+sequence that lost frames so cannot be resumed. Whose pins have to hold, as those of suspended sequences, needs a
+directory of its own, as each node of a cluster has.
+
 A full tier deletes as much as it writes, and that is what costs: ext4 needs 0.7 ms to find an inode among recently
 deleted ones, 9 ms to give up 16 MiB, and new blocks and page-cache pages make a put twice as slow. So a bounded
 number of deleted files is kept and overwritten under a new name, when their old one is gone for good (synced, where
