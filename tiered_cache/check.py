@@ -81,17 +81,23 @@ def check_directory(root: Path) -> Iterator[CheckedFile]:
 def check_url(url: str) -> Iterator[CheckedFile]:
     """Every entry of the object store at s3://, gs://, az:// or file://, as `check_tier`.
 
-    Credentials and endpoint come from the usual environment variables. Raises `ConfigError` for what names no store.
+    Credentials and endpoint come from the usual environment variables. Raises `ConfigError` for what names no store, or
+    one with nothing in it: that is rather a wrong name than a sound tier.
     """
     try:
         from tiered_cache.tiers.object_store import ObjectStoreTier, open_store
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url} needs the package obstore (the s3 extra): {error}") from error
 
-    store = open_store(url, request_timeout_s=DEADLINE_S / 3, retry_timeout_s=2 * DEADLINE_S / 3)
+    store = open_store(url, request_timeout_s=DEADLINE_S / 3, retry_timeout_s=2 * DEADLINE_S / 3, creates=False)
     executor = DaemonExecutor(READ_TOGETHER, "verify")
     with ObjectStoreTier(store, 0, executor, owns_executor=True, name=url, deadline_s=DEADLINE_S) as tier:
-        yield from check_tier(tier)
+        is_empty = True
+        for file in check_tier(tier):
+            is_empty = False
+            yield file
+        if is_empty:
+            raise ConfigError(f"{url} holds no frames")
 
 
 def check_tier(tier: Tier) -> Iterator[CheckedFile]:

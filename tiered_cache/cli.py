@@ -39,7 +39,7 @@ from tiered_cache import frame
 from tiered_cache.check import CheckedFile, check_directory, check_url, count_files
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings, format_size, parse_size
 from tiered_cache.deadline import CLOSE_S
-from tiered_cache.errors import ConfigError, TieredCacheError
+from tiered_cache.errors import ConfigError, FrameError, TieredCacheError
 from tiered_cache.executors import DaemonExecutor
 from tiered_cache.frame import FrameHeader
 from tiered_cache.policy.names import build_policy
@@ -152,14 +152,22 @@ def replay(
         str, typer.Option(metavar="SIZE", help="Budget of a node's disk tier; 0 for none.")
     ] = "256MiB",
     disk_dir: Annotated[
-        Path | None, typer.Option(help="Where the disk tier makes its directory, which is removed afterwards.")
+        Path | None,
+        typer.Option(help="A directory, in which the disk tier makes one of its own that is removed afterwards."),
     ] = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Directory of the disk tier, left as it is; what is in it already is used.")
+        Path | None,
+        typer.Option(
+            help="Directory of the disk tier, made if need be and left as it is; what an earlier replay left is used."
+        ),
     ] = None,
     disk_sync: Annotated[SyncPolicy, typer.Option(help="What is on stable storage when a spill is answered.")] = (
         SyncPolicy.NEVER
     ),
+    object_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="An object store below all nodes, such as s3://BUCKET/PREFIX.")
+    ] = None,
+    object_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Its budget.")] = "0",
     policy: Annotated[str, typer.Option(help="Who decides what is kept.")] = "default",
     seed: Annotated[int, typer.Option(min=0, help="Of tokens, weights and policy.")] = 0,
     json_path: JsonOption = None,
@@ -177,14 +185,17 @@ def replay(
         engine=geometry, block_tokens=block_tokens, capacity_bytes=_size("--worker-bytes", worker_bytes), seed=seed
     )
     host = _size("--host-bytes", host_bytes)
+    store_bytes = _size("--object-bytes", object_bytes)
     with (
         _json_target(json_path) as write_json,
         _report_targets(report, plot) as write_report,
         _disk_directory(disk, disk_dir, keep) as directory,
     ):
-        tiers = TierSettings(host, directory, disk, disk_sync, policy=policy, seed=seed)
+        tiers = TierSettings(
+            host, directory, disk, disk_sync, object_url=object_url, object_bytes=store_bytes, policy=policy, seed=seed
+        )
         settings = ReplaySettings(ClusterSettings(workers, worker, tiers), requests, seed)
-        with _cluster(settings.cluster, ray) as cluster, _meter(quiet=quiet) as meter:
+        with _cluster(settings.cluster, ray, quiet=quiet) as cluster, _meter(quiet=quiet) as meter:
             result = run_replay(source, cluster, settings, lambda progress: _show_replay(meter, progress))
         write_json(result.to_json())
         write_report(lambda: of_replay(result))
@@ -331,21 +342,24 @@ def verify(
 
 @app.command()
 def inspect(path: Annotated[Path, typer.Argument(metavar="FRAME", help="A frame's file.")]) -> int:
-    """Print what a frame's header says: key, span, lineage, and each section's codec and sizes.
+    """Print what a frame's header says: key, span, lineage, and each section's codec and sizes; check all its bytes.
 
-    Exit status 0 if the header is sound and the file as long as it says, 1 if it has another length, 2 for bad input.
+    Exit status 0 if every byte is as it was written, 1 if only the header is, 2 for bad input.
     """
     with _naming(str(path)):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
             raise ConfigError("not a regular file")
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
             header = frame.read_header(file.read(frame.HEADER_BYTES_MAX))
+            file.seek(0)
+            content = file.read(header.total_bytes + 1)
     console = Console()
     console.print(_header_table(header))
     console.print(_sections_table(header))
-    if size != header.total_bytes:
-        return _tell(f"{path}: has {size} bytes, its header says {header.total_bytes}", FOUND_BAD)
+    try:
+        frame.verify(content)
+    except FrameError as error:
+        return _tell(f"{path}: {error.message}", FOUND_BAD)
     return 0
 
 
@@ -387,6 +401,8 @@ def _report_targets(page_path: Path | None, plot_path: Path | None) -> Iterator[
         raise ConfigError(
             f"--report and --plot need matplotlib ({error}): pip install 'tiered-cache[report]'"
         ) from error
+    if page_path is not None and page_path.suffix.lower() not in {".html", ".htm"} and not page_path.is_char_device():
+        raise ConfigError(f"--report {page_path}: a page is a .html file (--plot makes .png and .svg)")
     plot_format = picture.picture_format(plot_path) if plot_path is not None else ""
     with _file_target("--report", page_path) as write_page, _file_target("--plot", plot_path) as write_plot:
 
@@ -442,8 +458,8 @@ def _disk_directory(disk_bytes: int, parent: Path | None, keep: Path | None) -> 
         return
     where = keep or parent
     with _naming(f"--disk-dir {parent}" if keep is None else f"--keep {keep}"):
-        if where is not None:
-            where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if keep is not None:
+            keep.mkdir(mode=0o700, parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix="tiered-cache-replay-", dir=where))
     if keep is not None:  # it can be written to: that was all
         made.rmdir()
@@ -498,7 +514,7 @@ def _positive_size(option: str, text: str) -> int:
 
 
 @contextmanager
-def _cluster(settings: ClusterSettings, ray: str) -> Iterator[Cluster]:
+def _cluster(settings: ClusterSettings, ray: str, *, quiet: bool) -> Iterator[Cluster]:
     """A cluster in this process, or on an embedded or running Ray; closed at the end."""
     if ray == "none":
         with LocalCluster(settings) as local:
@@ -506,6 +522,8 @@ def _cluster(settings: ClusterSettings, ray: str) -> Iterator[Cluster]:
         return
     with _naming(f"--ray {ray}"):
         _check_reachable(ray)
+    if not quiet:
+        typer.echo("starting Ray ..." if ray == "local" else f"connecting to Ray at {ray} ...", err=True)
     from actors.cluster import RayCluster
 
     with RayCluster.start(settings, None if ray == "local" else ray) as remote:
@@ -607,7 +625,7 @@ def _replay_table(result: ReplayResult) -> Table:
         ("prompt tokens", f"{result.input_tokens:,}, {result.input_tokens_per_s:,.0f}/s"),
         ("hit rate", f"[bold]{result.hit_rate:.2%}[/], {result.hit_tokens:,} tokens"),
         ("restores", f"{result.restores:,}, {result.restores_on_other_worker:,} on another worker than spilled them"),
-        ("", f"{from_disk:,} from disk, {format_size(result.bytes_restored)} read"),
+        ("", f"{from_disk:,} of them from disk; {format_size(result.bytes_restored)} read from all tiers"),
         ("misses", f"{result.misses:,}{_reasons(result.misses_by_reason)}"),
         ("refusals", f"{sum(result.refusals_by_reason.values()):,}{_reasons(result.refusals_by_reason)}"),
         ("not kept", f"{sum(result.declined_by_reason.values()):,}{_reasons(result.declined_by_reason)}"),

@@ -24,7 +24,7 @@ def parse_size(text: str, setting: str = "size") -> int:
     """Bytes of `64 MiB`, `64MB`, `1.5GiB` or `4096`; k, M, G, T are powers of 1000, with `i` of 1024."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{setting} {text!r} is not a size such as 512MiB or 4GB")
+        raise ConfigError(f"{setting} {text!r} is not a size such as 512MiB or 4GB (k, M, G or T)")
     power = _POWERS[match["unit"].lower()]
     if match["binary"] and not power:
         raise ConfigError(f"{setting} {text!r}: 'i' needs a unit before it")

@@ -107,6 +107,11 @@ def descriptor(tier: Path) -> Path:
         (["--keep"], "--keep"),
         (["--keep", "x", "--disk-dir", "y"], "--keep"),
         (["--keep", "x", "--disk-bytes", "0"], "--keep"),
+        (["--disk-dir", "nothing"], "--disk-dir nothing"),
+        (["--object-url", "file:///tmp/x"], "object_bytes"),
+        (["--object-bytes", "1GiB"], "object_url"),
+        (["--object-url", "nope://x", "--object-bytes", "1GiB"], "nope://"),
+        (["--report", "x.pdf"], "--report x.pdf"),
         (["a", "b"], "b"),
     ],
 )
@@ -360,6 +365,38 @@ def test_what_cannot_be_read_is_not_inspected(refused: Refused, tmp_path: Path, 
     assert refused("inspect", str(tmp_path / name))
 
 
+def test_a_store_that_is_not_there_or_holds_nothing_is_not_sound(refused: Refused, tmp_path: Path) -> None:
+    assert "no such directory" in refused("verify", f"file://{tmp_path}/nothing")
+    assert not (tmp_path / "nothing").exists()
+    (tmp_path / "empty").mkdir()
+    assert "holds no frames" in refused("verify", f"file://{tmp_path}/empty")
+
+
+@pytest.mark.parametrize(
+    "names", [["ledger"], ["notes.txt"], ["entries/mine", "ledger"], ["tmp/", "model.safetensors"]]
+)
+def test_a_directory_with_other_things_in_it_becomes_no_tier(
+    refused: Refused, tmp_path: Path, names: list[str]
+) -> None:
+    mine = tmp_path / "mine"
+    for name in names:
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).mkdir() if name.endswith("/") else (mine / name).write_text("precious")
+    before = sorted(mine.rglob("*"))
+    assert str(mine) in refused(*REPLAY, "--keep", str(mine))
+    assert sorted(mine.rglob("*")) == before
+    assert all(path.is_dir() or path.read_text() == "precious" for path in before)
+
+
+def test_what_a_file_system_puts_into_its_root_is_no_hindrance(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    (volume / "lost+found").mkdir(parents=True, mode=0o700)
+    volume.chmod(0o700)
+    (volume / ".snapshot").mkdir()
+    assert main([*REPLAY, "--quiet", "--keep", str(volume)]) == 0
+    assert main(["verify", str(volume), "--quiet"]) == 0
+
+
 # ---- signals
 
 
@@ -389,7 +426,7 @@ def test_a_killed_replay_leaves_nothing_beside_its_result(tmp_path: Path, tempor
     script = "import sys; from tiered_cache.cli import main; sys.exit(main())"
     results = tmp_path / "results"
     results.mkdir()
-    command = [sys.executable, "-c", script, "replay", "--ray", "none", option, str(results / "result")]
+    command = [sys.executable, "-c", script, "replay", "--ray", "none", option, str(results / "result.html")]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + 240

@@ -202,11 +202,31 @@ def test_inspect_prints_the_header(trace: Path, tmp_path: Path, capsys: pytest.C
     assert rows.name[:64] in out
     assert re.search(r"attn\.k +bfloat16 +2 x 512 x 1 x 4 +BF16_SPLIT +8,192 +[45],\d{3} +1\.[45]\d", out)
 
-    with rows.open("ab") as file:
-        file.write(b"\0")
+    sound = rows.read_bytes()
+    for position in (len(sound) // 2, len(sound) - 1):
+        rows.write_bytes(sound[:position] + bytes([sound[position] ^ 4]) + sound[position + 1 :])
+        assert main(["inspect", str(rows)]) == 1
+        out, err = capsys.readouterr()
+        assert "span       tokens 512 to 1,024" in out
+        assert err.startswith(f"tiered-cache: {rows}: ")
+    rows.write_bytes(sound + b"\0")
     assert main(["inspect", str(rows)]) == 1
-    size = rows.stat().st_size
-    assert f"has {size} bytes, its header says {size - 1}" in capsys.readouterr().err
+    assert str(len(sound)) in capsys.readouterr().err
+
+
+def test_an_object_store_below_the_nodes_is_used_and_verified(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/store"
+    below = ["--host-bytes", "1MiB", "--disk-bytes", "0", "--object-url", url, "--object-bytes", "64MiB"]
+    arguments = ["replay", "--ray", "none", str(trace), *below, "--quiet", "--json", "-"]
+    assert main(arguments) == 0
+    cold = json.loads(capsys.readouterr().out)
+    assert cold["mismatches"] == 0
+    assert main(["verify", url, "--quiet"]) == 0
+    assert main(arguments) == 0
+    warm = json.loads(capsys.readouterr().out)
+    assert warm["hit_tokens"] > cold["hit_tokens"]
 
 
 def test_verify_names_each_bad_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,7 @@ def tiered_cluster(request: pytest.FixtureRequest, tiered_cache_ray: str, tmp_pa
     for marker in reversed(list(request.node.iter_markers("tiered_cache"))):
         asked |= marker.kwargs
     worker = asked.pop("worker", None)
-    settings = _settings(asked, tmp_path / "tiers")
+    settings = _checked_settings(asked, tmp_path / "tiers")
     if tiered_cache_ray == "none":
         yield from _in_process(settings, worker)
     else:
@@ -116,6 +116,16 @@ def _send_by_value(module: ModuleType) -> None:
     import ray
 
     ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+
+
+def _checked_settings(asked: dict[str, Any], disk_dir: Path) -> ClusterSettings:
+    """`_settings`; what is wrong with the marker is told in one line."""
+    from tiered_cache.errors import ConfigError
+
+    try:
+        return _settings(asked, disk_dir)
+    except ConfigError as error:
+        pytest.fail(f"@pytest.mark.tiered_cache: {error.message}", pytrace=False)
 
 
 def _settings(asked: dict[str, Any], disk_dir: Path) -> ClusterSettings:

@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableSequence, Seque
 from pathlib import Path
 from typing import NamedTuple
 
-from tiered_cache.errors import CapacityError, FrameNotFoundError, TieredCacheError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, FrameNotFoundError, TieredCacheError, TierError
 from tiered_cache.tiers.arena import Arena, aligned_empty
 from tiered_cache.tiers.base import (
     SEGMENTS_MAX,
@@ -66,6 +66,7 @@ from tiered_cache.tiers.ledger import ORPHANS, Books, Ledger
 
 ENTRY_BYTES = 512
 """Charged for an entry's inode and name, besides its blocks."""
+_PARTS = ("entries", "quarantine", "spare", "tmp", "holders")
 SUFFIX = ".blob"
 _HOLDER = re.compile(r"[0-9a-f]{16}")
 _SPARE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
@@ -157,7 +158,9 @@ class DiskTier(Tier):
         self._directory = open_directory(root)
         with contextlib.ExitStack() as undo, self._errors():
             undo.callback(self._directory.close)
-            for part in ("entries", "quarantine", "spare", "tmp", "holders"):
+            if not self._is_ours() and not self._is_ours():  # another process may just be making it: parts, then ledger
+                raise ConfigError(f"{root} holds other things than a disk tier's: give it a directory of its own")
+            for part in _PARTS:
                 self._directory.make_directory(part)
             self._block_bytes = self._directory.block_bytes()
             self._ledger = Ledger(self._directory, self._count, lock_timeout_s)
@@ -166,6 +169,13 @@ class DiskTier(Tier):
             undo.callback(self._directory.close_file, self._holder_fd)
             self.collect_orphans()
             undo.pop_all()
+
+    def _is_ours(self) -> bool:
+        """Whether the directory is a tier's, or holds nothing yet but what file systems put there themselves."""
+        names = set(self._directory.names(""))
+        if names.issuperset(_PARTS):
+            return True
+        return all(name in _PARTS or name.startswith(".") or name == "lost+found" for name in names)
 
     @property
     def bytes_max(self) -> int:

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 import obstore
@@ -109,12 +110,14 @@ def open_store(
     request_timeout_s: float = 10.0,
     retries: int = 3,
     retry_timeout_s: float = 20.0,
+    creates: bool = True,
 ) -> ObjectStore:
     """The store behind s3://, gs://, az://, file:// or memory://, below the URL's path.
 
     Credentials, endpoint and region come from the store's usual environment variables and from `options`, which win
     (`endpoint`, `region`, `access_key_id` and so on). Connection errors, timeouts of reads, 429 and 5xx are retried
-    after 50 ms, doubled each time, up to `retries` times and until `retry_timeout_s`. Raises `ConfigError`.
+    after 50 ms, doubled each time, up to `retries` times and until `retry_timeout_s`. A directory at file:// that is
+    not there is made if `creates`. Raises `ConfigError`.
     """
     try:
         scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
@@ -126,7 +129,9 @@ def open_store(
         if scheme == "memory":
             return MemoryStore()
         if scheme == "file":
-            return LocalStore.from_url(url, mkdir=True)
+            if not creates and not Path(url2pathname(urlsplit(url).path)).is_dir():
+                raise ConfigError(f"{url}: there is no such directory")
+            return LocalStore.from_url(url, mkdir=creates)
         config = dict(options or {})
         if scheme == "s3":
             config.setdefault("checksum_algorithm", "SHA256")
