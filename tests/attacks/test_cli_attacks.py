@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -382,9 +383,11 @@ def test_a_directory_with_other_things_in_it_becomes_no_tier(
     for name in names:
         (mine / name).parent.mkdir(parents=True, exist_ok=True)
         (mine / name).mkdir() if name.endswith("/") else (mine / name).write_text("precious")
+    mine.chmod(0o755)
     before = sorted(mine.rglob("*"))
     assert str(mine) in refused(*REPLAY, "--keep", str(mine))
     assert sorted(mine.rglob("*")) == before
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o755
     assert all(path.is_dir() or path.read_text() == "precious" for path in before)
 
 

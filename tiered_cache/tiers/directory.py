@@ -43,10 +43,10 @@ class Listed:
 
 
 class Directory:
-    """The private directory at `root`, created if it is not there, and closed to others if they can read it.
+    """The directory at `root`, created if it is not there.
 
-    Raises `ConfigError` if it is a symbolic link, belongs to another user, can be written by others or is on a file
-    system that cannot close it to them, or lies in a directory in which others can replace it.
+    Raises `ConfigError` if it is a symbolic link, belongs to another user, can be written by others, or lies in a
+    directory in which others can replace it.
     """
 
     def __init__(self, root: Path) -> None:
@@ -74,11 +74,15 @@ class Directory:
             raise ConfigError(f"{self.root} has mode {status.st_mode & 0o7777:04o}: others can write into it")
         if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
             raise ConfigError(f"{self.root} lies in a directory of mode {parent.st_mode & 0o7777:04o}")
-        if status.st_mode & 0o077:
-            self._close_to_others(stat.S_IMODE(status.st_mode))
 
-    def _close_to_others(self, mode: int) -> None:
-        """Made by `mkdir`, or as the root of a volume, say."""
+    def close_to_others(self) -> None:
+        """Who may read it, as `mkdir` or a volume's maker lets them, may not from now on.
+
+        Raises `ConfigError` if the file system cannot do that.
+        """
+        mode = stat.S_IMODE(os.fstat(self._root).st_mode)
+        if not mode & 0o077:
+            return
         problem: object = "the file system keeps the mode"
         try:
             os.fchmod(self._root, mode & ~0o077)

@@ -160,6 +160,7 @@ class DiskTier(Tier):
             undo.callback(self._directory.close)
             if not self._is_ours() and not self._is_ours():  # another process may just be making it: parts, then ledger
                 raise ConfigError(f"{root} holds other things than a disk tier's: give it a directory of its own")
+            self._directory.close_to_others()
             for part in _PARTS:
                 self._directory.make_directory(part)
             self._block_bytes = self._directory.block_bytes()
