@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -27,6 +27,7 @@ class FaultyEngine(ReferenceEngine):
 
     def __init__(self, model: str) -> None:
         self.sleeps_s: dict[str, float] = {}
+        self.woken = threading.Event()
         self.dies_in = ""
         self.calls: Counter[str] = Counter()
         super().__init__(model)
@@ -35,7 +36,7 @@ class FaultyEngine(ReferenceEngine):
         self.calls[call] += 1
         if call == self.dies_in:
             os._exit(1)
-        time.sleep(self.sleeps_s.get(call, 0.0))
+        self.woken.wait(self.sleeps_s.get(call, 0.0))
 
     def bytes_free(self) -> int:
         self._fault("bytes_free")
@@ -63,8 +64,10 @@ class FaultyWorker(OwnerMethods):
 
     @ray.method(concurrency_group="control")
     def sleep_in(self, call: str, seconds: float, *, deadline_s: float) -> None:
-        """From now on the engine's calls of this name take so long."""
+        """From now on the engine's calls of this name take so long; those that sleep now wake up."""
         self.engine.sleeps_s[call] = seconds
+        woken, self.engine.woken = self.engine.woken, threading.Event()
+        woken.set()
 
     @ray.method(concurrency_group="control")
     def die_in(self, call: str, *, deadline_s: float) -> None:

@@ -247,7 +247,7 @@ def test_what_must_not_be_done_twice_is_not_and_its_caller_knows(start: Start) -
     served = compute(cluster, some_tokens(50))
 
     def in_the_middle(call: str, asked: Callable[[], object]) -> None:
-        worker.call(object, "sleep_in", call, 1.0, deadline_s=DEADLINE_S)
+        worker.call(object, "sleep_in", call, 60.0, deadline_s=DEADLINE_S)
         calls: int = worker.call(int, "calls_of", call, deadline_s=DEADLINE_S)
         with ThreadPoolExecutor(1) as thread:
             asking = thread.submit(asked)
