@@ -41,7 +41,7 @@ class CatalogueActor:
 
     def __init__(self, cluster: ClusterName, settings: TierSettings) -> None:
         executor = DaemonExecutor(settings.executor_threads, "catalogue")
-        self.catalogue = ObjectPlace(settings).catalogue(executor)
+        self.catalogue = ObjectPlace(settings).catalogue(executor, cluster=cluster.name)
         self._metrics = ActorMetrics(cluster.name, self._samples)
 
     @_in_group("index")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from obstore.store import MemoryStore
+from obstore.store import MemoryStore, ObjectStore
 from spilling import IDENTITY, MIXED, NO_HINTS, Clock, Spilled, State, check_books, restore
 
 from tiered_cache.cache import Grant, Hit, TieredCache, TierSlot
@@ -17,6 +17,7 @@ from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service.catalogue import Catalogue
+from tiered_cache.service.claim import LOOKS, StoreClaim
 from tiered_cache.service.local import InlineExecutor
 from tiered_cache.service.messages import MatchReply, Prompt, RestorePlan
 from tiered_cache.service.shared import SharedStore
@@ -28,6 +29,8 @@ from tiered_cache.tiers.object_budget import GrantedBudget, LocalBudget
 from tiered_cache.tiers.object_store import ObjectStoreTier
 
 OBJECT = Durability.OBJECT
+LOOK_S = 0.001
+"""How long a look at the claims is good: nothing beside all other times."""
 
 
 class Current:
@@ -54,10 +57,17 @@ class Site:
         disk: Path | None = None,
         nodes: int = 2,
         policy: Callable[[], LruPolicy] = LruPolicy,
+        store: ObjectStore | None = None,
+        clock: Clock | None = None,
+        look_s: float = LOOK_S,
+        name: str = "site",
     ) -> None:
+        """`store` and `clock` may be another's, too. With a `look_s` of its own nothing waits for earlier claims."""
         self.geometry = geometry
-        self.clock = Clock()
-        self.store = MemoryStore()
+        self.clock = clock or Clock()
+        self.store = store or MemoryStore()
+        self.look_s = look_s
+        self.name = name
         self.object_bytes = object_bytes
         self.host_bytes = host_bytes
         self.disk = disk
@@ -71,11 +81,14 @@ class Site:
         for _ in range(nodes):
             self.start_node()
 
+    def now_ns(self) -> int:
+        return int(self.clock.now_s * 1e9)
+
     def client(self, budget: Any) -> ObjectStoreTier:
         return ObjectStoreTier(self.store, budget, InlineExecutor())
 
     def start_catalogue(self) -> Catalogue:
-        """A new one, which knows nothing but what the store holds."""
+        """A new one, which knows nothing but what the store holds. The one before has died: its claim is waited for."""
         self.generation += 1
         self.budget = LocalBudget(self.object_bytes)
         client = self.client(self.budget)
@@ -84,10 +97,16 @@ class Site:
         cache = TieredCache(
             [TierSlot(self.tier, self.policy, Mode.FAST)], InlineExecutor(), lends=True, clock=self.clock
         )
-
+        self.store_client = client
+        who = {"cluster": f"{self.name} {self.generation}"}
+        self.claim = StoreClaim(client, who, look_s=self.look_s, now_ns=self.now_ns, clock=self.clock)
+        client.guard(self.claim)
         self.current.catalogue = Catalogue(
-            cache, client.charge, InlineExecutor(), generation=self.generation, lease_s_max=60.0, clock=self.clock
+            cache, client, self.claim, InlineExecutor(), lease_s_max=60.0, clock=self.clock
         )
+        if self.look_s == LOOK_S:
+            self.clock.now_s += LOOKS * LOOK_S
+            self.catalogue.maintain()
         return self.current.catalogue
 
     @property

@@ -544,12 +544,16 @@ class TieredCache:
 
     def _drop_left(self) -> None:
         with self._lock:
+            if self._is_held():
+                return
             left, self._left = self._left, []
         for level in self._levels if left else ():
             level.drop(((prefix, RemovalReason.DISCARDED) for prefix in left), at_leisure=True)
 
     def _drop_expired(self) -> None:
         with self._lock:
+            if self._is_held():
+                return
             expired = self._lifetimes.expired(self._clock())
         for level in self._levels if expired else ():
             level.drop(((prefix, RemovalReason.EXPIRED) for prefix in expired), at_leisure=True)
@@ -977,6 +981,14 @@ class TieredCache:
         (level,) = self._levels
         level.judge([plain_name(key)], decoded=True)
 
+    def hold(self, *, held: bool = True) -> None:
+        """Drop and delete nothing until `reconcile`: who may have done so before has still to stop."""
+        for level in self._levels:
+            level.held = held
+
+    def _is_held(self) -> bool:
+        return any(level.held for level in self._levels)
+
     def reconcile(self) -> None:
         """Compare the index with a listing of the tier: what others have put or lost since is found out."""
         for level in self._levels:
@@ -1106,6 +1118,8 @@ class TieredCache:
 
     def _make_room(self, level: Level, bytes_: int) -> None:
         """Drop what the policy chooses until so much is free, as far as that is possible."""
+        if level.held:
+            return
         level.tidy()
         free_bytes = self._bytes_free(level) - bytes_
         if free_bytes < 0:

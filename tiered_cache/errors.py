@@ -103,6 +103,13 @@ class DeadlineError(TierError):
         super().__init__(message, key, tier, retryable)
 
 
+class TakenOverError(TierError):
+    """Another catalogue has claimed the object store: this one refuses everything from now on. Names who it was."""
+
+    def __init__(self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = True) -> None:
+        super().__init__(message, key, tier, retryable)
+
+
 class UnknownOutcomeError(TierError):
     """The other side died or was restarted under a call that is not safe to repeat: it may have happened or not.
 

@@ -198,6 +198,11 @@ class Level:
         self.name = tier.name
         self.below = below
         self.lends = lends
+        self.held = False
+        """Nothing is deleted until `reconcile` has found what others, who may delete and put until then, have left.
+
+        What was to be deleted is looked at anew then: they may rely on it by now.
+        """
         self.leaving: set[PrefixId] = set()
         """Checkpoints that some thread is moving to the tier below: no others need to."""
         self._state = state
@@ -553,7 +558,7 @@ class Level:
 
     def tidy(self) -> None:
         """Delete what failed calls have left behind, and what was dropped at leisure, until one call fails."""
-        while True:
+        while not self.held:
             with self._state.lock:
                 free = (name for name in self._doomed if name not in self._late and name not in self._lent)
                 doomed = list(itertools.islice(free, TIDY_MAX))
@@ -631,6 +636,7 @@ class Level:
             leftover = self._index.unsupported(self.name)
             self._abandon(leftover)
         self.delete(leftover)
+        self.held = False
 
     def _listed(self) -> Iterator[FrameName]:
         """All frames that are listed; the lock is held for some at a time."""
@@ -643,7 +649,8 @@ class Level:
             yield from some
 
     def _is_accounted_for(self, name: FrameName) -> bool:
-        return self._index.holds(name, self.name) or name in self._lent or name in self._doomed
+        doomed = name in self._doomed and not self.held
+        return self._index.holds(name, self.name) or name in self._lent or doomed
 
     def _find(self, names: Sequence[FrameName]) -> None:
         """List frames that a listing has shown, if they are there now."""

@@ -18,6 +18,7 @@ from actors.names import ClusterName
 from actors.ports import GRACE_S, Port, RemoteOwner
 from actors.router import RouterActor
 from tiered_cache.errors import CapacityError, ConfigError, FrameNotFoundError, StaleError, TierError
+from tiered_cache.identity import Tokens
 from tiered_cache.service.messages import Prompt
 from tiered_cache.service.router import RouterSettings
 from tiered_cache.testing.mortal import kill_actor
@@ -254,6 +255,20 @@ def test_a_catalogue_that_is_restarted_finds_what_the_store_holds(machines: Any,
         assert served.mark == never_moved(MODEL, np.concatenate([longer, some_tokens(9, 6)]))
         after = cluster.catalogue.call(dict, "usage", deadline_s=DEADLINE_S)["object"]
         assert after.bytes_used >= before.bytes_used
+        until_s = time.monotonic() + 60
+        while not acknowledged(cluster, some_tokens(40, seed=9)):  # the claim of the one that was killed is waited for
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+
+
+def acknowledged(cluster: RayCluster, tokens: Tokens) -> bool:
+    """Whether the store takes something new; if it does not, it may soon."""
+    try:
+        return bool(serve(cluster, tokens, Durability.OBJECT).spill.kept)
+    except TierError as error:
+        if not error.retryable:
+            raise
+        return False
 
 
 def test_a_store_that_is_another_in_each_process_is_refused(machines: Any) -> None:

@@ -6,6 +6,7 @@ The same children as in `test_cache_kills.py`, over host memory and an object st
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from tiered_cache.cache import TieredCache, TierSlot
 from tiered_cache.codecs import Mode
 from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service.catalogue import Catalogue
+from tiered_cache.service.claim import StoreClaim
 from tiered_cache.service.local import InlineExecutor
 from tiered_cache.service.messages import Prompt
 from tiered_cache.service.shared import SharedStore
@@ -36,6 +38,7 @@ from tiered_cache.tiers.object_store import ObjectStoreTier, open_store
 
 HOST, DISK, _ = Durability
 HOST_BYTES, STORE_BYTES = 30_000, 200_000
+LOOK_S = 0.2
 
 
 class Running(NamedTuple):
@@ -51,7 +54,9 @@ def start(directory: Path, say: Callable[..., None] = lambda *_: None) -> Iterat
     with ThreadPoolExecutor(4) as requests:
         client = ObjectStoreTier(store, STORE_BYTES, requests, durability=DISK)
         cache = TieredCache([TierSlot(client, Telling(say), Mode.FAST)], InlineExecutor(), lends=True)
-        catalogue = Catalogue(cache, client.charge, InlineExecutor())
+        claim = StoreClaim(client, {"pid": os.getpid()}, look_s=LOOK_S)
+        client.guard(claim)
+        catalogue = Catalogue(cache, client, claim, InlineExecutor())
         shared = SharedStore(ObjectStoreTier(store, GrantedBudget(), requests, durability=DISK), catalogue)
         node = TieredCache([TierSlot(open_host(HOST_BYTES), LruPolicy())], InlineExecutor(), shared=shared)
         with contextlib.closing(node), contextlib.closing(catalogue):
@@ -61,6 +66,8 @@ def start(directory: Path, say: Callable[..., None] = lambda *_: None) -> Iterat
 
 def work(directory: Path, say: Callable[..., None], rng: random.Random) -> None:
     with start(directory, say) as running:
+        while not running.catalogue._settled:  # the one before has died, and may have deletes under way
+            running.catalogue.maintain()
         say("recovered")
         while True:
             prompt = rng.randrange(PROMPTS)

@@ -344,9 +344,10 @@ def test_lost_and_foreign_objects_are_found_by_listing_anew(site: Site) -> None:
     for planned in plan.frames:
         obstore.delete(site.store, f"entries/{planned.key.path()}.blob")
     other = Site()
-    other.store = site.store
-    other.start_catalogue()
-    other.spill(other.start_node(), other.state(some_tokens(11, 9)))
+    other.spill(other.nodes[0], other.state(some_tokens(11, 9)))
+    for path in other.objects():  # as somebody copies it who asks nobody
+        name = f"entries/{path}.blob"
+        obstore.put(site.store, name, obstore.get(other.store, name).bytes())
     site.clock.now_s += RELIST_S
     site.catalogue.maintain()
     assert site.match(some_tokens(11, 0)).reason is MissReason.LOST
@@ -452,7 +453,7 @@ def test_nodes_and_upkeep_at_once_leave_nothing_listed_that_is_not_there(monkeyp
     """Evictions, late deletes and new puts of the same names, by four nodes on threads of their own."""
     monkeypatch.setattr(catalogue_module, "MAINTAIN_S", 0.0)
     monkeypatch.setattr(catalogue_module, "RELIST_S", 0.05)
-    site = Site(object_bytes=24_000, host_bytes=8_000, nodes=4)
+    site = Site(object_bytes=24_000, host_bytes=8_000, nodes=4, look_s=1.0)
     steps = itertools.count()
     monkeypatch.setattr(Clock, "__call__", lambda _: 100.0 + next(steps) * 1e-3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from concurrent.futures import Executor
 from pathlib import Path
@@ -19,6 +21,7 @@ from tiered_cache.errors import ConfigError, TierError
 from tiered_cache.executors import DaemonExecutor
 from tiered_cache.policy.names import build_policy
 from tiered_cache.service.catalogue import Catalogue
+from tiered_cache.service.claim import LOOKS, StoreClaim, awake_or_not_s
 from tiered_cache.service.messages import CataloguePort
 from tiered_cache.service.shared import SharedStore
 from tiered_cache.tiers.base import Tier
@@ -33,6 +36,8 @@ DISK_DEADLINE_S = 30.0
 """After so long a call of a disk has hung: it may be a network's."""
 
 if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
     from tiered_cache.tiers.object_store import ObjectStoreTier
 
 
@@ -83,24 +88,34 @@ class ObjectPlace:
         self._url = settings.object_url
         self._clock = clock
         self._module = object_store
+        self._request_s = settings.object_deadline_s / LOOKS
         self._store = object_store.open_store(
             settings.object_url,
             settings.object_options,
-            request_timeout_s=settings.object_deadline_s / 3,
-            retry_timeout_s=2 * settings.object_deadline_s / 3,
+            request_timeout_s=self._request_s,
+            retry_timeout_s=2 * self._request_s,
         )
 
-    def catalogue(self, executor: Executor) -> Catalogue:
+    def catalogue(self, executor: Executor, *, cluster: str) -> Catalogue:
         """What the store holds, and who may put what into it; its upkeep is done in `executor`.
 
-        A store that does not answer now is found out about as soon as it does. Raises `ConfigError` if it never will.
+        A store that does not answer now is found out about as soon as it does. Whoever claims it later is told that it
+        was `cluster`'s. Raises `ConfigError` if it never will answer.
         """
-        store = self._client(LocalBudget(self._settings.object_bytes))
+        deletes = self._store
+        if self._url.partition(":")[0] != "memory":  # a delete is one request, which is over in time, or was none
+            options = self._settings.object_options
+            deletes = self._module.open_store(self._url, options, request_timeout_s=self._request_s, retries=0)
+        store = self._client(LocalBudget(self._settings.object_bytes), deletes)
+        who: dict[str, str | int] = {"cluster": cluster, "host": socket.gethostname(), "pid": os.getpid()}
+        clock = awake_or_not_s if self._clock is time.monotonic else self._clock
+        claim = StoreClaim(store, who, look_s=self._request_s, clock=clock)
+        store.guard(claim)
         tier = self._guarded(store)
         slot = TierSlot(tier, build_policy(self._settings.policy, self._settings.seed), Mode.FAST)
         cache = TieredCache([slot], executor, lends=True, clock=self._clock)
         try:
-            return Catalogue(cache, store.charge, executor, clock=self._clock)
+            return Catalogue(cache, store, claim, executor, clock=self._clock)
         except TierError as error:
             cache.close()
             raise ConfigError(f"object_url {self._url}: {error.message}") from error
@@ -114,7 +129,7 @@ class ObjectPlace:
         deadline_s = self._settings.object_deadline_s
         return MeteredTier(BreakerTier(_in_time(store, 2 * deadline_s), slow_s=deadline_s, clock=self._clock))
 
-    def _client(self, budget: ObjectBudget) -> ObjectStoreTier:
+    def _client(self, budget: ObjectBudget, deletes: ObjectStore | None = None) -> ObjectStoreTier:
         """With threads of its own, which end when it is closed."""
         return self._module.ObjectStoreTier(
             self._store,
@@ -123,6 +138,7 @@ class ObjectPlace:
             durability=self._module.durability_of(self._url),
             owns_executor=True,
             deadline_s=self._settings.object_deadline_s,
+            deletes=deletes,
         )
 
 

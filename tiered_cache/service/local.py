@@ -176,7 +176,7 @@ class LocalCluster:
         shared = None
         if settings.tiers.object_url is not None:
             place = ObjectPlace(settings.tiers, clock=clock)
-            self.catalogue = place.catalogue(self._executor)
+            self.catalogue = place.catalogue(self._executor, cluster=settings.name)
             shared = place.shared(self.catalogue)
         self.cache = build_cache(settings.tiers, self._executor, shared=shared, clock=clock)
         self.tiering = TieringService(

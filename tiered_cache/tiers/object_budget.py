@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from tiered_cache.errors import CapacityError
 from tiered_cache.tiers.base import TierUsage
@@ -63,6 +64,13 @@ class ObjectBudget(ABC):
         """The listing that began at `since` ended: this is what is there. None if it was broken off."""
 
     @abstractmethod
+    def expect(self, names: Iterable[str]) -> None:
+        """What a listing shows under these names has its room in a reservation: see `ObjectStoreTier.expect`."""
+
+    @abstractmethod
+    def expect_no_more(self, names: Iterable[str]) -> None: ...
+
+    @abstractmethod
     def count_aside(self, found: Mapping[str, int]) -> None:
         """What the quarantine holds."""
 
@@ -92,6 +100,7 @@ class LocalBudget(ObjectBudget):
         self._moment = 0
         self._counts = 0
         self._gone: dict[str, int] = {}  # name -> the last moment it was uncharged, while somebody counts
+        self._expected: Counter[str] = Counter()
         self._entries_counted = self._aside_counted = False
 
     @property
@@ -152,12 +161,20 @@ class LocalBudget(ObjectBudget):
                 for name in [n for n, (_, at) in self._charges.items() if at < since and n not in found]:
                     self._bytes_used -= self._charges.pop(name)[0]
                 for name, bytes_ in found.items():
-                    if self._gone.get(name, 0) < since:
+                    if self._gone.get(name, 0) < since and name not in self._expected:
                         self._charge(name, bytes_)
                 self._entries_counted = True
             self._counts -= 1
             if not self._counts:
                 self._gone.clear()
+
+    def expect(self, names: Iterable[str]) -> None:
+        with self._lock:
+            self._expected.update(names)
+
+    def expect_no_more(self, names: Iterable[str]) -> None:
+        with self._lock:
+            self._expected -= Counter(names)
 
     def count_aside(self, found: Mapping[str, int]) -> None:
         with self._lock:
@@ -227,6 +244,12 @@ class GrantedBudget(ObjectBudget):
         return 0
 
     def end_count(self, found: Mapping[str, int] | None, since: int) -> None:
+        pass
+
+    def expect(self, names: Iterable[str]) -> None:
+        pass
+
+    def expect_no_more(self, names: Iterable[str]) -> None:
         pass
 
     def count_aside(self, found: Mapping[str, int]) -> None:

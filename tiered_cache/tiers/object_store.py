@@ -2,6 +2,7 @@
 
     entries/<path>.blob
     quarantine/<path>.blob.<time, 16 hex>.<reason>
+    catalogue/<name>                                  notes, which are no entries and are not charged
 
 A put is one request that creates or fails, so an object is whole or not there; on S3 it carries a SHA-256 that the
 store checks. Requests run in an executor that is handed in, whose threads bound how many are under way. Each has a
@@ -28,10 +29,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, wait
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -46,6 +48,7 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore, MemoryStore, ObjectStore, from_url
 
+from tiered_cache.deadline import wait_s
 from tiered_cache.errors import (
     CapacityError,
     ConfigError,
@@ -90,6 +93,8 @@ _QUARANTINED = re.compile(
 _CHUNK_BYTES = 1 << 20  # of a body, copied while it is in the processor's cache
 _BUFFERS_BYTES = 64 << 20
 _LIST_TOGETHER = 1000
+_DELETE_TOGETHER = 32
+NOTE_BYTES_MAX = 4096
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -183,11 +188,15 @@ class ObjectStoreTier(Tier):
         deadline_s: float = 30.0,
         quarantine_entries: int = 64,
         quarantine_bytes: int | None = None,
+        deletes: ObjectStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`deletes`: another client of the same store, for deletes, whose requests are over as `Fence` wants it."""
         self.name = name
         self.durability = durability
         self._store = store
+        self._deletes = deletes or store
+        self._fence: Fence | None = None
         self._budget = LocalBudget(budget) if isinstance(budget, int) else budget
         self._executor = executor
         self._owns_executor = owns_executor
@@ -280,11 +289,15 @@ class ObjectStoreTier(Tier):
 
     def delete(self, paths: Sequence[str]) -> Sequence[bool]:
         self._check_open()
-        names = dict.fromkeys(path for path in paths if is_path(path))
+        names = [*dict.fromkeys(path for path in paths if is_path(path))]
         call = _Call(self._deadline_s, self.name)
-        self._claims.take(names, call)
-        results = self._run(call, [partial(self._delete, call, path) for path in names])
-        there = dict(zip(names, _all_of(results), strict=True))
+        there: dict[str, bool] = {}
+        for start in range(0, len(names), _DELETE_TOGETHER):
+            some = names[start : start + _DELETE_TOGETHER]
+            self._look()
+            self._claims.take(some, call)
+            results = self._run(call, [partial(self._delete, call, path) for path in some])
+            there |= zip(some, _all_of(results), strict=True)
         return [there.pop(path, False) for path in paths]
 
     def quarantine(self, path: str, reason: str) -> bool:
@@ -292,6 +305,7 @@ class ObjectStoreTier(Tier):
         if not is_path(path):
             return False
         call = _Call(self._deadline_s, self.name)
+        self._look()
         self._claims.take([path], call)
         (moved,) = _all_of(self._run(call, [partial(self._set_aside, call, path, reason)]))
         if moved:
@@ -310,10 +324,64 @@ class ObjectStoreTier(Tier):
         self._check_open()
         return self._budget.set_limit(bytes_max)
 
+    def expect(self, paths: Iterable[str]) -> None:
+        """Other processes put these entries, in room that is reserved here: a listing that shows them charges nothing.
+
+        Until `expect_no_more`, so often as this was called.
+        """
+        self._budget.expect(paths)
+
+    def expect_no_more(self, paths: Iterable[str]) -> None:
+        self._budget.expect_no_more(paths)
+
     def charge(self, path: str, bytes_: int, reservation: Reservation) -> None:
         """Another process has put this entry, in room that was reserved here. Raises `CapacityError` if it was not."""
         reservation.take(self.footprint(bytes_))
         self._budget.charge(path, self.footprint(bytes_), reserved=True)
+
+    # Notes, and who may delete
+
+    def guard(self, fence: Fence) -> None:
+        """From now on no entry is deleted or set aside without this."""
+        self._fence = fence
+
+    def notes(self) -> Sequence[str]:
+        """The names of the notes, those with a slash left out. Raises `TierError`, as do the others."""
+        self._check_open()
+        names = [meta["path"].removeprefix("catalogue/") for meta in self._list_objects("catalogue")]
+        return [name for name in names if "/" not in name]
+
+    def write_note(self, name: str, body: bytes) -> None:
+        """Create a note; one that is there stays as it is."""
+
+        def write() -> None:
+            with self._errors(name, call), contextlib.suppress(AlreadyExistsError, PreconditionError):
+                obstore.put(self._store, _note(name), body, mode="create", use_multipart=False)
+
+        self._check_open()
+        call = _Call(wait_s(self._deadline_s), self.name)
+        _all_of(self._run(call, [write]))
+
+    def read_note(self, name: str) -> bytes | None:
+        """The beginning of a note, None if it is not there."""
+
+        def read() -> bytes | None:
+            with self._errors(name, call):
+                try:
+                    chunks = obstore.get(self._store, _note(name)).stream(NOTE_BYTES_MAX)
+                    return bytes(next(iter(chunks), b""))[:NOTE_BYTES_MAX]
+                except FileNotFoundError:
+                    return None
+
+        self._check_open()
+        call = _Call(wait_s(self._deadline_s), self.name)
+        (body,) = _all_of(self._run(call, [read]))
+        return body
+
+    def drop_notes(self, names: Sequence[str]) -> None:
+        self._check_open()
+        call = _Call(wait_s(self._deadline_s), self.name)
+        _all_of(self._run(call, [partial(self._delete_now, _note(name), name) for name in names]))
 
     def close(self) -> None:
         self._closed = True
@@ -325,7 +393,7 @@ class ObjectStoreTier(Tier):
         root = self._store.prefix if isinstance(self._store, LocalStore) else None
         if root is None:
             return
-        for file in (*Path(root, "entries").rglob("*#*"), *Path(root, "quarantine").rglob("*#*")):
+        for file in (file for part in ("entries", "quarantine", "catalogue") for file in Path(root, part).rglob("*#*")):
             with contextlib.suppress(OSError):  # somebody else was faster
                 if _STAGED.fullmatch(file.name) and self._clock() - file.lstat().st_mtime > STAGED_GRACE_S:
                     file.unlink()
@@ -393,9 +461,17 @@ class ObjectStoreTier(Tier):
         self._delete_object(_name(path), path)
         self._budget.uncharge(path)
 
+    def _look(self) -> None:
+        if self._fence is not None:
+            self._fence.look()
+
     def _delete_object(self, name: str, path: str) -> None:
+        with nullcontext() if self._fence is None else self._fence.deleting(path):
+            self._delete_now(name, path)
+
+    def _delete_now(self, name: str, path: str) -> None:
         with self._errors(path), contextlib.suppress(FileNotFoundError):
-            obstore.delete(self._store, name)
+            obstore.delete(self._deletes, name)
 
     def _stat(self, call: _Call, path: str) -> int | None:
         call.check()
@@ -506,7 +582,7 @@ class ObjectStoreTier(Tier):
                 return next(stream, ())
 
         while True:
-            call = _Call(self._deadline_s, self.name)
+            call = _Call(wait_s(self._deadline_s), self.name)
             (found,) = _all_of(self._run(call, [page]))
             yield from found
             if not found:
@@ -531,6 +607,7 @@ class ObjectStoreTier(Tier):
             if len(entries) - index <= self._quarantine_entries and bytes_ <= self._quarantine_bytes:
                 break
             bytes_ -= self.footprint(entry.bytes)
+            self._look()
             call = _Call(self._deadline_s, self.name)
             _all_of(self._run(call, [partial(self._delete_object, name, entry.path)]))
             self._budget.drop_aside(name)
@@ -572,6 +649,16 @@ class ObjectStoreTier(Tier):
         if _TIMED_OUT.search(text):
             return DeadlineError(f"the store did not answer in time: {answer}", path, self.name)
         return TierError(answer, path, self.name, not isinstance(error, FileNotFoundError))
+
+
+class Fence(Protocol):
+    """Who else may delete and acknowledge in the same store, and whether it is we; as `service.claim` has it."""
+
+    def look(self) -> None:
+        """Before deletes. Asks the store; raises `TierError`."""
+
+    def deleting(self, path: str) -> AbstractContextManager[None]:
+        """Around one, which is begun at once. Raises `TierError` if the look was too long ago, and asks nobody."""
 
 
 class _Claims:
@@ -646,6 +733,10 @@ class _Call:
 
 def _name(path: str) -> str:
     return f"entries/{path}{SUFFIX}"
+
+
+def _note(name: str) -> str:
+    return f"catalogue/{name}"
 
 
 def _range(offset: int, limit: int | None) -> GetOptions | None:
