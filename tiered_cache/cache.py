@@ -141,6 +141,8 @@ class Offer:
     """Insist on this sequence's own bytes, for its last checkpoint: it is suspended."""
     request: int | None = None
     """The look-up that the sequence began with, if it was on this node."""
+    store_request: int | None = None
+    """The same of the catalogue of the object store."""
     output_tokens: int = 0
     """How many of the tokens were generated."""
 
@@ -870,9 +872,7 @@ class TieredCache:
         """Where the policies want checkpoints: what they said when the request began, and now that it has ended."""
         stops = [tokens for tokens, _ in offer.checkpoints]
         with self._lock:
-            running = self._running.pop(offer.request, None) if offer.request is not None else None
-            if running is not None:
-                self._running_tokens -= running.charge
+            running = self._began_with(offer)
             if offer.private or not stops:
                 return stops[-1:], []
             if offer.rank:  # what rank 0 was asked for, and what it brings is worth nothing alone
@@ -887,6 +887,19 @@ class TieredCache:
             wanted.remove(len(offer))
             declined.append((len(offer), DeclineReason.SESSION_OVER))
         return [n for n in stops if n in wanted], declined
+
+    def _began_with(self, offer: Offer) -> _Running | None:
+        """The look-up that an offer names, which is forgotten; None if it is another's, from before a restart, say."""
+        running = self._running.get(offer.request) if offer.request is not None else None
+        if running is None:
+            return None
+        chain, blocks = running.request.chain, min(running.request.chain.blocks, offer.blocks)
+        if chain.namespace != offer.namespace or chain.block_hash(blocks) != offer.block_hash(blocks):
+            return None
+        assert offer.request is not None
+        del self._running[offer.request]
+        self._running_tokens -= running.charge
+        return running
 
     # Lending: frames come from others, who put them into the tier themselves
 

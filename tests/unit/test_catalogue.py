@@ -23,9 +23,10 @@ from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
 from tiered_cache.deadline import Deadline, until
 from tiered_cache.errors import IdentityError, MissReason, StaleError, StateError, TieredCacheError, TierError
 from tiered_cache.identity import Tokens
-from tiered_cache.index import RemovalReason
+from tiered_cache.index import Chain, Match, RemovalReason, TierView
 from tiered_cache.level import Landed
-from tiered_cache.policy.base import Hints
+from tiered_cache.policy.base import Hints, Request
+from tiered_cache.policy.lru import LruPolicy
 from tiered_cache.service import catalogue as catalogue_module
 from tiered_cache.service.catalogue import LATE_S, RELIST_S
 from tiered_cache.service.local import LocalCluster
@@ -163,6 +164,53 @@ def test_hints_of_what_is_left_on_a_node_hold_in_the_store() -> None:
     assert site.match(other.tokens).reason is MissReason.EXPIRED
     site.catalogue.maintain()
     assert site.objects() == site.listed()
+
+
+class Learner(LruPolicy):
+    """Remembers which look-ups began, and which of them it was told the end of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[Request] = []
+        self.ended: list[Request] = []
+
+    def start(self, request: Request, match: Match, hints: Hints, now_s: float, resident: TierView) -> tuple[int, ...]:
+        self.began.append(request)
+        return super().start(request, match, hints, now_s, resident)
+
+    def finish(self, request: Request, chain: Chain, output_tokens: int, hints: Hints, now_s: float) -> tuple[int, ...]:
+        self.ended.append(request)
+        return super().finish(request, chain, output_tokens, hints, now_s)
+
+
+@pytest.mark.parametrize("spilled", [False, True])
+def test_the_stores_policy_learns_how_a_look_up_of_its_own_has_ended(spilled: bool) -> None:
+    site = Site(policy=Learner)
+    assert isinstance(site.policy, Learner)
+    replies = [site.match(tokens) for tokens in (TOKENS, some_tokens(11, 1))]
+    first, second = site.policy.began
+    end = site.state(np.append(TOKENS, np.uint32(2_000)).astype(np.uint32))
+    offer = replace(end.offer(), request=77, store_request=replies[0].request)
+    if spilled:
+        assert site.catalogue.admit(offer, NO_HINTS, 9.0, deadline_s=5).keys
+    else:
+        site.catalogue.left(offer, NO_HINTS, deadline_s=5)
+    assert site.policy.ended == [first]
+    site.catalogue.left(replace(offer, store_request=replies[1].request), NO_HINTS, deadline_s=5)
+    assert first not in site.policy.ended[1:], "an end is told once"
+    assert second not in site.policy.ended, "that was another prompt's: of another catalogue's numbers, say"
+
+
+def test_a_placement_names_both_look_ups(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster.catalogue is not None
+    told: list[Offer] = []
+    monkeypatch.setattr(cluster.catalogue.cache, "lend", lambda offer, _: told.append(offer) or pytest.fail("enough"))
+    served = compute(cluster, prompt_tokens(50))
+    offer = served.placement.named(served.run.offer, output_tokens=3)
+    with pytest.raises(pytest.fail.Exception):
+        cluster.tiering.spill(offer, Durability.DISK, NO_HINTS, None, deadline_s=DEADLINE_S)
+    assert served.placement.store_request is not None
+    assert [(one.request, one.output_tokens) for one in told] == [(served.placement.store_request, 3)]
 
 
 # Leases

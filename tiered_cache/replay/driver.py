@@ -55,7 +55,6 @@ from tiered_cache.service.messages import (
     Restored,
     RunResult,
     SequenceRef,
-    SpillOffer,
     SpillResult,
     StateMark,
 )
@@ -485,9 +484,10 @@ class _Replay:
         return False
 
     def _spill(self, request: TraceRequest, tokens: Tokens, end: int, placement: Placement, done: RunResult) -> None:
-        offer = _offer_up_to(end, done.offer, placement.request, len(tokens) - request.input_tokens)
+        offer = done.offer.up_to(end)
         if offer is None:
             return
+        offer = placement.named(offer, len(tokens) - request.input_tokens)
         settings = self._settings
         try:
             with self._timed("spill"):
@@ -616,14 +616,6 @@ class _Replay:
             settings={"trace": str(trace.path), "trace_block_tokens": trace.block_tokens, **_plain(self._settings)},
             versions=package_versions(),
         )
-
-
-def _offer_up_to(end: int, spill: SpillOffer, request: int | None, output_tokens: int) -> SpillOffer | None:
-    """An offer without its checkpoints behind `end`, None if there is no other, that names the look-up it goes with."""
-    cut = spill.up_to(end)
-    if cut is None:
-        return None
-    return replace(cut, offer=replace(cut.offer, request=request, output_tokens=output_tokens))
 
 
 def _frames_of(geometry: Geometry, namespace: bytes, prefix: Tokens) -> tuple[str, ...]:

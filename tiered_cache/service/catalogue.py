@@ -185,7 +185,7 @@ class Catalogue:
         """A sequence has ended on some node, which keeps what it keeps: the policy and times to live learn of it."""
         del deadline_s
         if self.cache.geometry_of(offer.namespace) is not None:
-            self.cache.left(replace(offer, request=None), hints)
+            self.cache.left(replace(offer, request=offer.store_request), hints)
         self._see_to_it()
 
     def admit(self, chain: Offer | KnownChain, hints: Hints, lease_s: float, *, deadline_s: float) -> Lease:
@@ -208,7 +208,7 @@ class Catalogue:
         if len(self._leases) >= LEASES_MAX:
             raise TierError(f"{LEASES_MAX} leases are out", None, CATALOGUE, retryable=True)
         if isinstance(chain, Offer):
-            chain = replace(chain, request=None)  # its number is that of another's look-up
+            chain = replace(chain, request=chain.store_request)
         grant = self.cache.lend(chain, hints)
         if (path := self._claim.may_go(key.path() for key in grant.keys)) is not None:
             self.cache.take_back(grant)

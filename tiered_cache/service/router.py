@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -50,6 +50,7 @@ from tiered_cache.service.messages import (
     Restored,
     RestorePlan,
     SequenceRef,
+    SpillOffer,
     SpillResult,
     Ticket,
     TieringPort,
@@ -119,6 +120,20 @@ class Placement:
     """Where the policies of the chosen worker's node, and of the object store, would like checkpoints."""
     request: int | None
     """That node's number for the request, to go with the offer of its checkpoints."""
+    store_request: int | None = None
+    """That of the catalogue of the object store."""
+
+    def named(self, offer: SpillOffer, output_tokens: int = 0) -> SpillOffer:
+        """An offer of the sequence's that names the look-ups it began with, so that policies learn from how it ended.
+
+        `output_tokens`: how many of its tokens were generated.
+        """
+        return replace(
+            offer,
+            offer=replace(
+                offer.offer, request=self.request, store_request=self.store_request, output_tokens=output_tokens
+            ),
+        )
 
     @property
     def restored_tokens(self) -> int:
@@ -536,4 +551,5 @@ def _placement(
         refusals=tuple(attempt.refusals),
         take_at=tuple(sorted({n for each in (reply, below) if each for n in each.take_at})),
         request=reply.request if reply else None,
+        store_request=below.request if below else None,
     )
