@@ -136,7 +136,7 @@ IMPOSTORS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", IMPOSTORS)
 def test_what_is_no_file_is_no_entry_and_makes_way_for_one(tmp_path: Path, kind: str) -> None:
     with open_tier(tmp_path / "tier") as tier:
@@ -338,7 +338,7 @@ def test_many_dead_processes_leave_nothing(tmp_path: Path) -> None:
     assert list((root / "tmp").iterdir()) == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(30)
 def test_something_foreign_among_what_a_dead_process_left_stays(tmp_path: Path) -> None:
     root = tmp_path / "tier"
     open_tier(root).close()
@@ -350,7 +350,7 @@ def test_something_foreign_among_what_a_dead_process_left_stays(tmp_path: Path) 
     assert [path.name for path in (root / "tmp" / ("0" * 16)).iterdir()] == ["foreign"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(30)
 def test_names_swapped_while_they_are_read_are_never_mixed(tmp_path: Path) -> None:
     """Another process of ours renames entries over each other: an answer is one file's bytes."""
     with open_tier(tmp_path / "tier") as tier:

@@ -20,7 +20,7 @@ from tiered_cache.tiers.base import Durability
 
 HOST, DISK = Durability.HOST, Durability.DISK
 MODEL = MODELS[0]
-NOISE_S = 10.0
+NOISE_S = 2.0
 """How late a busy machine may make an answer."""
 PROMPT = some_tokens(45)
 LONGER = np.concatenate([PROMPT, some_tokens(5, seed=2)])
@@ -61,8 +61,8 @@ def test_cards_01_and_20_from_one_actor_to_another_which_outlives_it(start: Star
     assert restored.mark == first.mark
     begun_s = time.monotonic()
     with pytest.raises(TierError, match=r"is (dead|not there)"):
-        cluster.tierings[node].spill(unkept.run.offer, durability, Hints(), None, deadline_s=10.0)
-    again = compute(cluster, some_tokens(50, seed=1), deadline_s=10.0)
-    assert time.monotonic() - begun_s < 2 * (10.0 + GRACE_S + NOISE_S)
+        cluster.tierings[node].spill(unkept.run.offer, durability, Hints(), None, deadline_s=5.0)
+    again = compute(cluster, some_tokens(50, seed=1), deadline_s=5.0)
+    assert time.monotonic() - begun_s < 2 * (5.0 + GRACE_S + NOISE_S)
     assert (again.placement.restored, again.mark) == (None, never_moved(MODEL, some_tokens(50, seed=1)))
     assert again.placement.owner in left, "the router has forgotten it"

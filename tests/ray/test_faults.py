@@ -24,8 +24,8 @@ from tiered_cache.tiers.base import Durability, TierUsage
 
 HOST, DISK = Durability.HOST, Durability.DISK
 MODEL = MODELS[0]
-NOISE_S = 10.0
-"""How late a busy machine may make an answer; what hangs here hangs for longer."""
+NOISE_S = 2.0
+"""How late a busy machine may make an answer."""
 
 Start = Callable[..., RayCluster]
 
@@ -122,7 +122,7 @@ def test_a_worker_that_came_back_knows_nothing_of_its_past(start: Start) -> None
 
 
 def test_a_worker_that_hangs_delays_nobody_past_the_deadline(start: Start) -> None:
-    cluster = start(worker=FaultyWorker, router=RouterSettings(ask_s=1.5))
+    cluster = start(worker=FaultyWorker, router=RouterSettings(ask_s=0.5))
     serve(cluster, some_tokens(100))
     stuck, other = cluster.workers["worker-0"], cluster.workers["worker-1"]
     served = compute(cluster, some_tokens(100, seed=2))
@@ -135,15 +135,15 @@ def test_a_worker_that_hangs_delays_nobody_past_the_deadline(start: Start) -> No
     # a worker that hangs where it answers bids is left out, and one that hangs while it restores is given up
     stuck.call(object, "sleep_in", "bytes_free", 30.0, deadline_s=DEADLINE_S)
     started_s = time.monotonic()
-    placed = cluster.router.place(cluster.namespace, Prompt(some_tokens(101)), 200, deadline_s=10.0)
-    assert time.monotonic() - started_s < 1.5 + GRACE_S + NOISE_S
+    placed = cluster.router.place(cluster.namespace, Prompt(some_tokens(101)), 200, deadline_s=5.0)
+    assert time.monotonic() - started_s < 0.5 + GRACE_S + NOISE_S
     assert placed.owner == "worker-1"
     assert ("DeadlineError", "no answer in time") in placed.refusals
     other.call(object, "sleep_in", "digest", 30.0, deadline_s=DEADLINE_S)
     started_s = time.monotonic()
     longer = Prompt(np.concatenate([some_tokens(100), some_tokens(5, seed=1)]))
-    placed = cluster.router.place(cluster.namespace, longer, 200, deadline_s=5.0)
-    assert time.monotonic() - started_s < 5.0 + GRACE_S + NOISE_S
+    placed = cluster.router.place(cluster.namespace, longer, 200, deadline_s=2.0)
+    assert time.monotonic() - started_s < 2.0 + GRACE_S + NOISE_S
     assert (placed.owner, placed.restored, placed.reason) == ("worker-1", None, MissReason.DEADLINE)
 
 

@@ -40,11 +40,11 @@ from tiered_cache.tiers.disk import DiskTier, SyncPolicy
 
 WORKERS = 3
 DEADLINE_S = 10.0
-NOISE_S = 5.0
+NOISE_S = 2.0
 """How late a busy machine may make an answer."""
 HELD_S = UNCLAIMED_S
 """How long pins, leases and restored sequences that nobody comes for are kept."""
-SETTLED_S = 200.0
+SETTLED_S = 60.0
 DISK_BYTES = 128 << 20
 NODE = {"num_cpus": 1, "object_store_memory": SMALL["object_store_memory"]}
 

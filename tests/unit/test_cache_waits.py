@@ -289,7 +289,7 @@ def test_what_needs_a_tier_that_hangs_ends_by_its_deadline(call: str, tmp_path: 
         else:
             with pytest.raises(DeadlineError):
                 asked.result()
-        assert time.monotonic() - started_s < DEADLINE_S + 10, "the tier's own deadline is half a minute"
+        assert time.monotonic() - started_s < DEADLINE_S + 2
         check_idle(slow.cache)
         assert slow.ask(slow.cache.usage, DEADLINE_S).result().keys() == {"host"}
 

@@ -662,7 +662,7 @@ def test_calls_wait_for_a_busy_sequence_until_their_deadline(home: Home, monkeyp
         started_s = time.monotonic()
         with pytest.raises(DeadlineError, match="in use"):
             call()
-        assert time.monotonic() - started_s < 20, "the sequence is in use for a minute"
+        assert time.monotonic() - started_s < 1.0
     assert home.owner.bid(home.owner.namespace, (), deadline_s=0.1).owner == "other"  # bids never wait
     go_on.set()
     running.join(60)

@@ -431,8 +431,8 @@ def test_one_that_does_not_answer_costs_no_more_than_the_question_may_take(
     else:
         owners[0].bid = hang  # type: ignore[assignment, method-assign]
     started_s = time.monotonic()
-    placement = router_of(owners, nodes, threads, ask_s=0.5).place(NAMESPACE, PROMPT, 100, deadline_s=50)
-    assert time.monotonic() - started_s < 20, "it does not answer for a minute"
+    placement = router_of(owners, nodes, threads, ask_s=0.2).place(NAMESPACE, PROMPT, 100, deadline_s=10)
+    assert time.monotonic() - started_s < 1.0
     assert placement.restored_tokens == 32
     assert placement.refusals == (("DeadlineError", "no answer in time"),)
     never.set()
