@@ -54,6 +54,18 @@ class CatalogueActor:
         return self.catalogue.unpin(pin, generation, deadline_s=deadline_s)
 
     @_in_group("index")
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        return self.catalogue.keep(plan, pin_s, deadline_s=deadline_s)
+
+    @_in_group("reports")
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        return self.catalogue.use_up(plan, by, again_s, deadline_s=deadline_s)
+
+    @_in_group("index")
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        self.catalogue.let_go(tickets, kept=kept, deadline_s=deadline_s)
+
+    @_in_group("index")
     def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
         return self.catalogue.plan_of(offer, pin_s, deadline_s=deadline_s)
 

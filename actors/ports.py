@@ -52,6 +52,7 @@ from tiered_cache.service.messages import (
     Ticket,
 )
 from tiered_cache.service.router import Placement
+from tiered_cache.service.tickets import TicketHolder
 from tiered_cache.tiers.base import Durability
 
 _T = TypeVar("_T")
@@ -216,6 +217,15 @@ class RemoteTiering(Port):
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         return self.call(bool, "unpin", pin, generation, deadline_s=deadline_s)
 
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        return self.call(bool, "keep", plan, pin_s, deadline_s=deadline_s, repeatable=True)
+
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        return self.call(bool, "use_up", plan, by, again_s, deadline_s=deadline_s)
+
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        self.call(object, "let_go", tickets, deadline_s=deadline_s, kept=kept, repeatable=True)
+
 
 class RemoteCatalogue(Port):
     """`CataloguePort` through Ray."""
@@ -225,6 +235,15 @@ class RemoteCatalogue(Port):
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         return self.call(bool, "unpin", pin, generation, deadline_s=deadline_s)
+
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        return self.call(bool, "keep", plan, pin_s, deadline_s=deadline_s, repeatable=True)
+
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        return self.call(bool, "use_up", plan, by, again_s, deadline_s=deadline_s)
+
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        self.call(object, "let_go", tickets, deadline_s=deadline_s, kept=kept, repeatable=True)
 
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
         self.call(object, "report_bad", key, why, deadline_s=deadline_s, repeatable=True)
@@ -259,14 +278,33 @@ class RemoteCatalogue(Port):
 class RemoteRouter(Port):
     """`RouterPort` through Ray."""
 
+    def __init__(self, actor: str, ray_namespace: str, *, patient: bool = False) -> None:
+        super().__init__(actor, ray_namespace, patient=patient)
+        self._holder = TicketHolder(self)
+
     def place(self, namespace: bytes, prompt: Prompt, capacity_tokens: int, *, deadline_s: float) -> Placement:
         return self.call(Placement, "place", namespace, prompt, capacity_tokens, deadline_s=deadline_s, repeatable=True)
 
     def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
-        return self.call(Ticket, "suspend", source, node, durability, deadline_s=deadline_s)
+        return self._holder.suspend(source, node, durability, deadline_s=deadline_s)
 
     def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
-        return self.call(Restored, "resume", ticket, capacity_tokens, deadline_s=deadline_s)
+        return self._holder.resume(ticket, capacity_tokens, deadline_s=deadline_s)
+
+    def take_off(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+        return self.call(Ticket, "take_off", source, node, durability, deadline_s=deadline_s)
+
+    def settle(self, source: SequenceRef, ticket: Ticket, *, deadline_s: float) -> None:
+        self.call(object, "settle", source, ticket, deadline_s=deadline_s, repeatable=True)
+
+    def keep(self, ticket: Ticket, *, deadline_s: float) -> None:
+        self.call(object, "keep", ticket, deadline_s=deadline_s, repeatable=True)
+
+    def bring_back(self, ticket: Ticket, capacity_tokens: int, by: int, *, deadline_s: float) -> Restored:
+        return self.call(Restored, "bring_back", ticket, capacity_tokens, by, deadline_s=deadline_s)
+
+    def let_go(self, ticket: Ticket, *, deadline_s: float) -> None:
+        self.call(object, "let_go", ticket, deadline_s=deadline_s, repeatable=True)
 
     def members(self, *, deadline_s: float) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
         """The set's `Blueprint`, its workers, and its nodes."""

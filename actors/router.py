@@ -105,15 +105,24 @@ class RouterActor:
         with self._metrics.timed("place"):
             return self.router.place(namespace, prompt, capacity_tokens, deadline_s=deadline_s)
 
-    def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+    def take_off(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
         self._look_around()
         with self._metrics.timed("suspend"):
-            return self.router.suspend(source, node, durability, deadline_s=deadline_s)
+            return self.router.take_off(source, node, durability, deadline_s=deadline_s)
 
-    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
+    def settle(self, source: SequenceRef, ticket: Ticket, *, deadline_s: float) -> None:
+        self.router.settle(source, ticket, deadline_s=deadline_s)
+
+    def keep(self, ticket: Ticket, *, deadline_s: float) -> None:
+        self.router.keep(ticket, deadline_s=deadline_s)
+
+    def bring_back(self, ticket: Ticket, capacity_tokens: int, by: int, *, deadline_s: float) -> Restored:
         self._look_around()
         with self._metrics.timed("resume"):
-            return self.router.resume(ticket, capacity_tokens, deadline_s=deadline_s)
+            return self.router.bring_back(ticket, capacity_tokens, by, deadline_s=deadline_s)
+
+    def let_go(self, ticket: Ticket, *, deadline_s: float) -> None:
+        self.router.let_go(ticket, deadline_s=deadline_s)
 
     def members(self, *, deadline_s: float) -> tuple[Blueprint, tuple[str, ...], tuple[str, ...]]:
         """How the set was started; the names of the workers, and the nodes, that there are now."""

@@ -19,7 +19,7 @@ from tiered_cache.identity import FrameKey, Identity
 from tiered_cache.metrics import Sample, counter_samples, health_samples, usage_samples
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.build import ObjectPlace, build_cache
-from tiered_cache.service.messages import Bytes, MatchReply, Prompt, SpillOffer, SpillResult
+from tiered_cache.service.messages import Bytes, MatchReply, Prompt, RestorePlan, SpillOffer, SpillResult
 from tiered_cache.service.tiering import TieringService
 from tiered_cache.tiers.base import Durability, TierUsage
 
@@ -58,6 +58,15 @@ class TieringActor:
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
         return self.tiering.unpin(pin, generation, deadline_s=deadline_s)
+
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        return self.tiering.keep(plan, pin_s, deadline_s=deadline_s)
+
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        return self.tiering.use_up(plan, by, again_s, deadline_s=deadline_s)
+
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        self.tiering.let_go(tickets, kept=kept, deadline_s=deadline_s)
 
     def generation(self, *, deadline_s: float) -> int:
         """Another one than before: it was restarted."""

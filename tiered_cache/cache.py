@@ -45,6 +45,7 @@ from tiered_cache.errors import (
     DeadlineError,
     IdentityError,
     MissReason,
+    StaleError,
     StateError,
     TieredCacheError,
     TierError,
@@ -52,7 +53,7 @@ from tiered_cache.errors import (
 from tiered_cache.flights import Flights, Waiters
 from tiered_cache.frame import EncodedFrame, Frame
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, TOKENS_MAX, FrameKey, Identity, PrefixChain
+from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, TICKET, TOKENS_MAX, FrameKey, Identity, PrefixChain
 from tiered_cache.in_flight import IN_FLIGHT_BYTES, BytesInFlight
 from tiered_cache.index import (
     Candidate,
@@ -96,6 +97,8 @@ USAGE_S = 1.0
 """How long a tier may take to say what it holds, to who only wants to know."""
 ENCODE_S = 60.0
 """How long to wait for the executor to encode a batch."""
+USED_MAX = 1 << 16
+"""How many tickets that were used are remembered."""
 _REQUEST_TOKENS_MIN = 1 << 10  # a short request is charged as much: what it takes besides its tokens
 
 _log = logging.getLogger(__name__)
@@ -160,9 +163,16 @@ class Offer:
         block, tail = divmod(tokens, self.block_tokens)
         return dict(self.checkpoints)[tokens] if tail else self.hashes[block]
 
+    @property
+    def ticket(self) -> FrameName:
+        """The frame that says that this suspended sequence can be resumed."""
+        tokens, prefix = self.checkpoints[-1]
+        parent = self.hashes[(tokens - 1) // self.block_tokens]
+        return FrameName(self.namespace, prefix, parent, TICKET, tokens, self.rank, self.lineage)
+
     def lineage_of(self, group: str, tokens: int) -> int:
         """Which computation a frame of this sequence comes from."""
-        return self.lineage if group == CHECKPOINT else self.lineages[tokens // self.block_tokens - 1]
+        return self.lineage if group in {CHECKPOINT, TICKET} else self.lineages[tokens // self.block_tokens - 1]
 
     def check(self, geometry: Geometry) -> None:
         """Raise `IdentityError` listing what cannot be: an offer comes from another process."""
@@ -220,6 +230,8 @@ class Hit:
     """The slowest tier that one of the frames has to come from."""
     bytes_stored: int
     """What the frames take up."""
+    tickets: tuple[FrameKey, ...] = ()
+    """Of a suspended sequence: what says that it can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +322,8 @@ class Grant:
 
     offer: Offer | KnownChain
     keys: tuple[FrameKey, ...] = ()
+    tickets: tuple[FrameKey, ...] = ()
+    """What comes with them and is made here: a suspended sequence's ticket."""
     declined: tuple[tuple[int, DeclineReason], ...] = ()
     """(token count, why) of the offer's checkpoints that are not wanted."""
     targets: list[_Target] = field(default_factory=list, repr=False)
@@ -331,12 +345,26 @@ class _Running(NamedTuple):
         return max(_REQUEST_TOKENS_MIN, self.request.input_tokens)
 
 
+class _Suspended(NamedTuple):
+    """Names one suspension: of this computation, at this prefix."""
+
+    namespace: bytes
+    lineage: int
+    prefix: bytes
+
+    @property
+    def private(self) -> PrefixId:
+        return private_checkpoint(self.namespace, self.lineage)
+
+
 class _Pin(NamedTuple):
-    """Pins in the index: the prefix, and the sequence's private checkpoint if it has one."""
+    """Pins in the index: the prefix, and, if it is a suspended sequence's, its private checkpoint."""
 
     pins: tuple[int, ...]
-    private: PrefixId | None
+    of: _Suspended | None
     until_s: float
+    kept: bool = False
+    """Somebody has the ticket: it is nobody else's to let go."""
 
 
 class TieredCache:
@@ -383,6 +411,8 @@ class TieredCache:
         self._running_tokens = 0
         self._pins: dict[int, _Pin] = {}
         self._pin_ends: list[tuple[float, int]] = []
+        self._suspended: dict[_Suspended, int] = {}  # the pins of suspended sequences
+        self._used: OrderedDict[_Suspended, int] = OrderedDict()  # by whom they were resumed, the oldest first
         self._left: list[PrefixId] = []  # private checkpoints whose pin has ended; to be dropped
         self._numbers = itertools.count(1)
         self._lifetimes = Lifetimes(self._index, [level.name for level in levels])
@@ -469,7 +499,7 @@ class TieredCache:
             hit = None
             if found.tokens:
                 self._lifetimes.restored(chain, found, hints, clock_s)
-                pin = None if pin_s is None else self._pin([found.prefix], None, clock_s + pin_s)
+                pin = None if pin_s is None else self._pin([found.prefix], clock_s + pin_s)
                 hit = self._hit(found.tokens, self._index.support(chain, found.tokens), pin)
                 self._counters["hits"] += 1
                 self._counters[f"hits.{hit.tier}"] += 1
@@ -506,13 +536,25 @@ class TieredCache:
         )
         slowest = max((self._order[place.copies[0][0]] for place in places), default=0)
         size = sum(place.copies[0][1] for place in places)
-        return Hit(tokens, frames, pin, self._levels[slowest].name, size)
+        tickets = (key_of(own.ticket),) if own else ()
+        return Hit(tokens, frames, pin, self._levels[slowest].name, size, tickets)
 
-    def _pin(self, prefixes: Iterable[PrefixId], private: PrefixId | None, until_s: float) -> int:
+    def _pin(
+        self, prefixes: Iterable[PrefixId], until_s: float, of: _Suspended | None = None, *, kept: bool = False
+    ) -> int:
         pins = tuple(self._index.pin(prefix, until_s) for prefix in prefixes)
         number = next(self._numbers)
-        self._pins[number] = _Pin(pins, private, until_s)
+        self._pins[number] = _Pin(pins, of, until_s, kept)
         heapq.heappush(self._pin_ends, (until_s, number))
+        return number
+
+    def _pin_suspended(self, of: _Suspended, until_s: float, *, kept: bool = False) -> int:
+        """Keep a suspended sequence's frames until then, and no longer: whatever pin it has had is replaced."""
+        before = self._pins.pop(self._suspended.pop(of, 0), None)
+        # whether this rank has frames of its own or not: another of the set may
+        number = self._suspended[of] = self._pin([of.prefix, of.private], until_s, of, kept=kept)
+        for part in before.pins if before else ():
+            self._index.unpin(part)
         return number
 
     def _end_pins(self, now_s: float) -> None:
@@ -526,8 +568,9 @@ class TieredCache:
         if ended is not None:
             for part in ended.pins:
                 self._index.unpin(part)
-            if ended.private is not None:
-                self._left.append(ended.private)
+            if ended.of is not None:
+                self._left.append(ended.of.private)
+                del self._suspended[ended.of]
         return ended
 
     def unpin(self, pin: int) -> bool:
@@ -537,6 +580,83 @@ class TieredCache:
             ended = self._end_pin(pin)
         self._drop_left()
         return ended is not None
+
+    # Suspended sequences
+
+    def keep(self, tickets: Sequence[FrameKey], frames: Sequence[FrameKey], pin_s: float) -> bool:
+        """Keep a suspended sequence for `pin_s` seconds from now, whatever was said before; False if it is not here.
+
+        Somebody who holds its tickets says so: what fails elsewhere does not let go of it any more. `frames`: all that
+        it is restored from. Raises `IdentityError` for tickets that are none, and `TierError` if it cannot be known.
+        """
+        of = _suspended_of(tickets)
+        with self._lock:
+            self._end_pins(self._clock())
+            if of in self._used or not self._has_tickets(of, tickets):
+                return False
+            if not all(self._index.locate(key).copies for key in frames):
+                return False
+            self._pin_suspended(of, self._clock() + pin_s, kept=True)
+        return True
+
+    def use_up(self, tickets: Sequence[FrameKey], by: int, again_s: float) -> bool:
+        """Use the tickets of a suspended sequence, which was restored; False if somebody else has, or they ran out.
+
+        They are gone for good when this returns, also for who comes after a restart. Whoever asks with the same number
+        `by` gets the same answer, and may restore the sequence for `again_s` seconds: an answer may have been lost.
+        Raises as `keep` does; if a tier failed, who asks again finds out.
+        """
+        of = _suspended_of(tickets)
+        with self._lock:
+            self._end_pins(self._clock())
+            if of in self._used:
+                return self._used[of] == by
+            there = self._has_tickets(of, tickets)
+        if not there:
+            return False
+        for level in self._levels:
+            with self._lock:
+                names = [n for n in self._index.tickets(of.namespace, of.lineage, level.name) if n.prefix == of.prefix]
+            there = level.take(names) and there if names else there
+        with self._lock:
+            if not there or of in self._used:  # somebody else was faster
+                return self._used.get(of) == by
+            self._used[of] = by
+            if len(self._used) > USED_MAX:
+                self._used.popitem(last=False)
+            self._pin_suspended(of, self._clock() + again_s)
+        return True
+
+    def let_go(self, tickets: Sequence[FrameKey], *, kept: bool = True) -> None:
+        """A suspended sequence's own frames are not needed any more; with `kept` also if somebody has its tickets."""
+        of = _suspended_of(tickets)
+        with self._lock:
+            pin = self._pins.get(self._suspended.get(of, 0))
+            if pin is not None and pin.kept and not kept:
+                return
+            if pin is not None:
+                self._end_pin(self._suspended[of])
+            else:
+                self._left.append(of.private)
+        self._drop_left()
+
+    def _has_tickets(self, of: _Suspended, tickets: Sequence[FrameKey]) -> bool:
+        """Whether these are all that there are of one suspension. Raises `TierError` if that is not known yet."""
+        names = {plain_name(key) for key in tickets}
+        for level in self._levels:
+            found = self._index.tickets(of.namespace, of.lineage, level.name)
+            if names == {name for name in found if name.prefix == of.prefix}:
+                return True
+        if self._unread:
+            raise TierError("what it holds is not known yet", None, next(iter(self._unread)), retryable=True)
+        return False
+
+    def _refuse_used(self, offer: Offer | KnownChain) -> None:
+        """Raise `StaleError` for what an earlier call of a spill still brings, after the sequence was resumed."""
+        if isinstance(offer, Offer) and offer.private and offer.checkpoints:
+            with self._lock:
+                if _Suspended(offer.namespace, offer.lineage, offer.checkpoints[-1][1]) in self._used:
+                    raise StaleError("the suspended sequence was resumed", key_of(offer.ticket).path())
 
     def pins(self) -> int:
         """How many pins have not ended."""
@@ -675,6 +795,7 @@ class TieredCache:
         """
         known = self._state.namespace(offer.namespace)
         offer.check(known.geometry)
+        self._refuse_used(offer)
         grant = Grant(offer)
         stops, declined = self._wanted(offer, hints)
         places, homeless = self._places(stops, durability, known)
@@ -709,7 +830,9 @@ class TieredCache:
             raise
         keys = dict.fromkeys(key_of(name) for target in grant.targets for name in target.names)
         keys.update(dict.fromkeys(grant.loan.keys if grant.loan else ()))
-        grant.keys = tuple(sorted(keys, key=lambda key: (key.tokens, key.group == CHECKPOINT)))
+        ordered = sorted(keys, key=lambda key: (key.tokens, key.group == CHECKPOINT))
+        grant.keys = tuple(key for key in ordered if key.group != TICKET)
+        grant.tickets = tuple(key for key in ordered if key.group == TICKET)
         grant.declined = tuple(declined)
         for _, reason in declined:
             self._count(f"declined.{reason.name.lower()}")
@@ -762,6 +885,9 @@ class TieredCache:
                 del arrays
             if awaited and (grant.targets or grant.loan):  # else it had ended before
                 raise StateError(f"{len(awaited)} of {len(grant.keys)} granted frames did not come")
+            if grant.tickets:
+                receipts += self._keep(grant, grant.offer, {key: {} for key in grant.tickets}, known)
+                self._refuse_used(grant.offer)
             if grant.loan is not None:
                 grant.kept_below = grant.loan.commit()
             for target in grant.targets:
@@ -854,14 +980,20 @@ class TieredCache:
         if not offer.checkpoints:
             return None
         tokens, prefix = offer.checkpoints[-1]
+        self._refuse_used(offer)
         with self._lock:
-            places = self._support(offer, tokens)
+            places, until_s = self._support(offer, tokens), self._clock() + pin_s
             if not all(_usable(offer, place) for place in places):
                 return None
-            # whether this rank has frames of its own or not: another of the set may
-            private = private_checkpoint(offer.namespace, offer.lineage) if offer.private else None
-            pin = self._pin([prefix] if private is None else [prefix, private], private, self._clock() + pin_s)
-            return self._hit(tokens, places, pin, offer if offer.private else None)
+            if not offer.private:
+                return self._hit(tokens, places, self._pin([prefix], until_s))
+            if not self._index.locate(offer.ticket).copies:
+                return None
+            of = _Suspended(offer.namespace, offer.lineage, prefix)
+            before = self._pins.get(self._suspended.get(of, 0))
+            if before is not None and before.kept:  # an earlier call of the same spill comes late
+                return self._hit(tokens, places, self._suspended[of], offer)
+            return self._hit(tokens, places, self._pin_suspended(of, until_s), offer)
 
     def _support(self, offer: Offer, tokens: int) -> list[Located]:
         """The frames of the offer's rank that a restore to `tokens` needs; a suspended sequence's own come first."""
@@ -927,6 +1059,7 @@ class TieredCache:
             self._drop_expired()
             grant.declined = tuple(self._admit_to(level, chain, [len(chain)], known, grant.targets))
             grant.keys = tuple(key_of(name) for target in grant.targets for name in target.names)
+        grant.keys, grant.tickets = grant.keys + grant.tickets, ()  # all come from elsewhere
         try:
             level.lend([plain_name(key) for key in grant.keys])
         except BaseException:
@@ -954,6 +1087,7 @@ class TieredCache:
         """
         (level,) = self._levels
         try:
+            self._refuse_used(grant.offer)
             if missing := set(grant.keys) - {found.key for found in landed}:
                 raise StateError(f"{len(missing)} of {len(grant.keys)} granted frames did not come")
             level.enlist(landed)
@@ -1075,14 +1209,21 @@ class TieredCache:
             return level.tier.footprint(known.frame_bytes(group, tokens))
 
         new = self._index.candidates(chain, stops, level.name, footprint)
-        own = self._own_names(chain, level) if isinstance(chain, Offer) and chain.private else []
-        if any(name.private for name in own):
-            assert isinstance(chain, Offer)
+        if isinstance(chain, Offer) and chain.private:
+            own = self._own_names(chain, level, crowded=not new)
+            if not own:
+                return [], [], []
             size = sum(footprint(n.group, n.tokens) for n in own if n.private or n.group == CHECKPOINT)
             candidate = new[-1] if new else self._nothing_shared(chain, known)
             marginal = candidate.marginal_bytes - candidate.own_bytes + size
             key = private_checkpoint(known.digest, chain.lineage)
-            return [replace(candidate, prefix=key, own_bytes=size, marginal_bytes=marginal, crowds_out=None)], own, []
+            shares = any(name.group == CHECKPOINT and not name.private for name in own)
+            crowds_out = candidate.crowds_out if shares else None
+            return (
+                [replace(candidate, prefix=key, own_bytes=size, marginal_bytes=marginal, crowds_out=crowds_out)],
+                own,
+                [],
+            )
         placed = {candidate.tokens for candidate in new}
         crowded = [n for n in stops if n not in placed and self._index.missing(chain, n, level.name)]
         return new, [], [(tokens, DeclineReason.CROWDED) for tokens in crowded]
@@ -1093,21 +1234,22 @@ class TieredCache:
         anchor = self._index.anchor(chain, tokens)
         return Candidate(chain.prefix_hash(tokens), tokens, 0, 0, (), 0, frozenset(), sizes, anchor)
 
-    def _own_names(self, offer: Offer, level: Level) -> list[FrameName]:
-        """What a tier still needs for a suspended sequence to get its very own bytes back.
+    def _own_names(self, offer: Offer, level: Level, *, crowded: bool) -> list[FrameName]:
+        """What a tier still needs for a suspended sequence to get its very own bytes back; last of all its ticket.
 
         They are shared where the tier has this computation's or none. Where it has another's, or it is not known of
-        which computation the sequence's are, the sequence has a copy of its own.
+        which computation the sequence's are, the sequence has a copy of its own; so, too, if its checkpoint is missing
+        and there is no place for one more.
         """
         names = []
         for place in self._support(offer, len(offer)):
             own = _own_lineage(offer, place.name)
             held = dict(zip((tier for tier, _ in place.copies), place.lineages, strict=True)).get(level.name)
-            if held is None and own:
+            if held is None and own and not (crowded and place.name.group == CHECKPOINT):
                 names.append(place.name)
             elif not own or held != own:
                 names.append(place.name._replace(private=offer.lineage))
-        return names
+        return names if self._index.holds(offer.ticket, level.name) else [*names, offer.ticket]
 
     def _propose(self, level: Level, new: Sequence[Candidate], free_bytes: int) -> Proposal:
         staying = {*self._index.pinned(self._clock()), *level.leaving}
@@ -1530,6 +1672,15 @@ def _means(chain: Offer | KnownChain, name: FrameName) -> bool:
 def _why(error: TierError) -> MissReason:
     """What a tier's error means to who has asked for a frame."""
     return MissReason.DEADLINE if isinstance(error, DeadlineError) else MissReason.TIER_ERROR
+
+
+def _suspended_of(tickets: Sequence[FrameKey]) -> _Suspended:
+    """Which suspension these are the tickets of. Raises `IdentityError` if they are not one's."""
+    of = {_Suspended(key.namespace, key.private, key.prefix) for key in tickets}
+    if len(of) != 1 or any(key.group != TICKET or not key.private for key in tickets):
+        what = ", ".join(f"{key.group} of {key.private}" for key in tickets[:3])
+        raise IdentityError(f"not one suspended sequence's tickets: {what or 'none'}")
+    return of.pop()
 
 
 def _own_lineage(offer: Offer, name: FrameName) -> int:

@@ -113,12 +113,23 @@ class TakenOverError(TierError):
 class UnknownOutcomeError(TierError):
     """The other side died or was restarted under a call that is not safe to repeat: it may have happened or not.
 
-    Of a `resume`: asking again ends it either way, with the sequence or with `StaleError`. Of a `suspend`: `wake` lets
-    the sequence run on, if it is still there.
+    Of a `resume`: asking again within a minute, through the same port, ends it, with the sequence or with `StaleError`;
+    what was restored for the lost answer is run by nobody. Of a `suspend` without a `ticket`: nothing has come of it,
+    `wake` lets the sequence run on, and what was stored is let go by itself. With a `ticket`, all is stored, and
+    `settle`, which may be asked again, ends it either way: kept, or with `StaleError` and the sequence running on.
     """
 
-    def __init__(self, message: str, key: str | None = None, tier: str | None = None, retryable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        key: str | None = None,
+        tier: str | None = None,
+        retryable: bool = False,
+        ticket: object = None,
+    ) -> None:
         super().__init__(message, key, tier, retryable)
+        self.args = (message, key, tier, retryable, ticket)
+        self.ticket = ticket
 
 
 class StaleError(TieredCacheError):

@@ -23,7 +23,7 @@ from types import MappingProxyType
 import numpy as np
 
 from tiered_cache.errors import GeometryError
-from tiered_cache.identity import CHECKPOINT, RANKS_MAX, TOKENS_MAX, tagged_hash
+from tiered_cache.identity import CHECKPOINT, RANKS_MAX, TICKET, TOKENS_MAX, tagged_hash
 
 PARTS_MAX = 4096
 LAYERS_MAX = 4096
@@ -203,7 +203,7 @@ class Geometry:
         """The span [start, stop) whose rows a frame at `tokens` holds. Raises `GeometryError` if there is none."""
         if not 0 < tokens < TOKENS_MAX:
             raise GeometryError(f"tokens {tokens} is outside 1 .. 2**32 - 1")
-        if group == CHECKPOINT:
+        if group in {CHECKPOINT, TICKET}:
             return tokens - tokens % self.block_tokens, tokens
         if tokens % self.block_tokens:
             raise GeometryError(f"a block frame ends at {tokens}, not a multiple of {self.block_tokens}")
@@ -217,7 +217,8 @@ class Geometry:
     def arrays(self, group: str, tokens: int) -> Mapping[str, ArraySpec]:
         """Name -> spec of the arrays in the frame of `group` that ends at `tokens`.
 
-        A checkpoint frame holds all carries, and every other part's rows of the partial block before it.
+        A checkpoint frame holds all carries, and every other part's rows of the partial block before it; a ticket's
+        none.
         """
         return self._content(group, tokens)[0]
 
@@ -234,6 +235,8 @@ class Geometry:
         return content
 
     def _arrays(self, group: str, start: int, stop: int) -> dict[str, ArraySpec]:
+        if group == TICKET:
+            return {}
         if group == CHECKPOINT:
             parts = self.carries if start == stop else self.parts
         else:

@@ -30,6 +30,8 @@ TOKENS_MAX = 1 << 32
 RANKS_MAX = 1 << 16
 CHECKPOINT = "checkpoint"
 """The group of the frames that hold all carries at one token count, and the rows of its partial block."""
+TICKET = "ticket"
+"""The group of the frames that hold nothing: while a suspended sequence's is there, it can be resumed, once."""
 
 Tokens = npt.NDArray[np.uint32]
 ExtraKeys = Mapping[int, Sequence[bytes]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiered_cache.errors import MissReason
-from tiered_cache.identity import CHECKPOINT
+from tiered_cache.identity import CHECKPOINT, TICKET
 from tiered_cache.prefix_tree import (
     Candidate,
     Checkpoint,
@@ -211,6 +211,12 @@ class PrefixIndex:
         frame = self._tree.find(name)
         return self._located(plain_name(name), frame)
 
+    def tickets(self, namespace: Hashable, lineage: int, tier: str) -> list[FrameName]:
+        """The tickets of a suspended sequence that a tier holds: one a rank."""
+        index, checkpoint = self._tree.by_name[tier].index, self._tree.checkpoints.get((namespace, lineage))
+        frames = checkpoint.frames.items() if checkpoint else ()
+        return [name for name, frame in frames if name.group == TICKET and frame.stored[index] >= 0]
+
     def holds(self, name: Name, tier: str) -> bool:
         """Whether a tier has this frame."""
         frame = self._tree.find(name)
@@ -238,7 +244,8 @@ class PrefixIndex:
         then nothing has changed.
         """
         self._tree.insert(name, self._tree.by_name[tier], stored_bytes, lineage)
-        self._removals.pop(name.prefix, None)
+        if name.group != TICKET:  # which tells nothing about the prefix
+            self._removals.pop(name.prefix, None)
 
     def remove(self, name: Name, tier: str, reason: RemovalReason) -> bool:
         """A tier does not hold a frame any more; returns whether the index thought that it did."""
@@ -246,7 +253,7 @@ class PrefixIndex:
         if frame is None or frame.stored[home.index] < 0:
             return False
         self._tree.remove(plain_name(name), frame, home)
-        if not frame.held:
+        if not frame.held and name.group != TICKET:
             self._remember(name.prefix, reason)
         return True
 
@@ -268,7 +275,7 @@ class PrefixIndex:
                 name = place
                 self._tree.remove(name, copies, home)
             names.append(name)
-            if not copies.held:
+            if not copies.held and name.group != TICKET:
                 gone.append(name.prefix)
         for forgotten in gone[:1] + gone[-1:]:
             self._remember(forgotten, reason)

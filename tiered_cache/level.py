@@ -506,6 +506,31 @@ class Level:
         else:
             self.delete(names)
 
+    def take(self, names: Sequence[FrameName]) -> bool:
+        """Delete listed frames now; False if they are not all there any more. Of all who ask for them one gets them.
+
+        Raises `TierError`: then it is not known whether they are gone, and who asks next finds out.
+        """
+        with self._alone(names):
+            with self._state.lock:
+                if not all(self._index.holds(name, self.name) for name in names):
+                    return False
+            try:
+                self.tier.delete([key_of(name).path() for name in names])
+            except TierError as error:
+                self._state.count(f"errors.{self.name}.delete")
+                self._keep_late(names, error)
+                raise
+            with self._state.lock:
+                view, checkpoints = self.view, dict.fromkeys(map(_checkpoint_of, names))
+                with self._counted(RemovalReason.DISCARDED):
+                    for name in names:
+                        self._index.remove(name, self.name, RemovalReason.DISCARDED)
+                gone = [(checkpoint, RemovalReason.DISCARDED) for checkpoint in checkpoints if checkpoint not in view]
+                if gone:
+                    self.policy.commit([], gone, self._state.policy_s(), view)
+            return True
+
     def release(self, claims: Iterable[Claim]) -> None:
         """End claims, and drop what came under them without its checkpoint."""
         with self._state.lock:

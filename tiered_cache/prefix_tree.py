@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from tiered_cache.errors import IdentityError
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT
+from tiered_cache.identity import CHECKPOINT, TICKET
 
 PrefixId = Hashable
 """A prefix hash of 32 bytes in a cache; a trace's own block id in a simulation."""
@@ -287,6 +287,9 @@ class PrefixTree:
         problem = ""
         if not 0 <= name.rank < layout.shards:
             problem = f"rank {name.rank} is outside 0 .. {layout.shards - 1}"
+        elif name.group == TICKET:
+            if name.tokens <= 0 or not name.private:
+                problem = f"no ticket can be at {name.tokens} tokens of computation {name.private}"
         elif name.group != CHECKPOINT:
             if name.group not in layout.first_slots:
                 problem = f"there is no group {name.group!r}"
@@ -472,7 +475,7 @@ class PrefixTree:
 
     def _insert_checkpoint(self, name: Name, layout: Layout, home: Holdings, stored_bytes: int, lineage: int) -> None:
         depth, tail = divmod(name.tokens, layout.block_tokens)
-        if name.group == CHECKPOINT and tail:
+        if name.group in {CHECKPOINT, TICKET} and tail:
             node = self._placeholder(layout, name.parent, depth)
         else:  # of a private block, too, so that its path is known
             node = self.node(layout, name.prefix, depth, name.parent)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
@@ -35,8 +36,8 @@ from spilling import (
 
 from tiered_cache.cache import Grant, Hit, TieredCache, TierSlot
 from tiered_cache.codecs import Mode
-from tiered_cache.errors import FrameError, IdentityError, MissReason, TieredCacheError
-from tiered_cache.identity import Tokens
+from tiered_cache.errors import FrameError, IdentityError, MissReason, StaleError, TieredCacheError
+from tiered_cache.identity import FrameKey, Tokens
 from tiered_cache.index import PrefixId, RemovalReason, TierView
 from tiered_cache.level import key_of
 from tiered_cache.policy.lru import LruPolicy
@@ -49,6 +50,7 @@ HOST, DISK, _ = Durability
 HOST_BYTES, DISK_BYTES = 36_000, 160_000
 FAULTS = {Fault.ERROR: 0.05, Fault.FULL: 0.05, Fault.LOST_ANSWER: 0.03, Fault.SHORT: 0.03, Fault.FLIP: 0.03}
 
+Tickets = tuple[FrameKey, ...]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(lambda bits: np.array(bits, np.uint32))
 LINEAGES = st.integers(1, 3)
 
@@ -76,8 +78,6 @@ class Suspended(NamedTuple):
 
     state: State
     hit: Hit
-    life: int
-    until_s: float
 
 
 class Spy(LruPolicy):
@@ -120,6 +120,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Which computations have exported a frame, by group and tokens."""
         self.acknowledged: dict[bytes, tuple[State, Durability]] = {}
         """By tokens: checkpoints that were acknowledged, and are there as far as anyone knows."""
+        self.winners: dict[Tickets, int] = {}
+        """As whom each suspended sequence was resumed, in whatever life."""
         self.life = 0
         self.stolen: set[str] = set()
 
@@ -130,6 +132,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def start(self) -> None:
         self.life += 1
+        self.pinned: dict[Tickets, tuple[float, bool]] = {}
+        self.used: dict[Tickets, int] = {}
         self.host_tier = HostTier(HOST_BYTES)
         self.disk_tier = open_disk(Path(self.directory.name) / "disk", DISK_BYTES)
         self.tiers = [UnlockedTier(tier, self.life) for tier in (self.host_tier, self.disk_tier)]
@@ -227,6 +231,15 @@ class CacheMachine(RuleBasedStateMachine):
     def suspend(self, tokens: Tokens, lineage: int, durability: Durability) -> Suspended | None:
         state = self.state(tokens, lineage)
         offer = state.offer(private=True)
+        tickets = (key_of(offer.ticket),)
+        if tickets in self.used:  # an echo of what was suspended and resumed
+            for call in (
+                lambda: self.cache.admit(offer, durability, NO_HINTS),
+                lambda: self.cache.plan_of(offer, pin_s=1),
+            ):
+                with pytest.raises(StaleError):
+                    call()
+            return None
         try:
             grant = self.cache.admit(offer, durability, NO_HINTS)
             self.note_computed(grant, state)
@@ -236,25 +249,64 @@ class CacheMachine(RuleBasedStateMachine):
         hit = self.cache.plan_of(offer, pin_s=300.0)
         if hit is None:
             return None
+        assert hit.tickets == tickets
         assert [kept.tokens for kept in self.cache.kept(offer)] == [len(tokens)]
-        return Suspended(state, hit, self.life, self.clock.now_s + 300)
+        until_s, kept = self.pinned.get(tickets, (0.0, False))
+        if not kept or until_s < self.clock.now_s:
+            self.pinned[tickets] = self.clock.now_s + 300, False
+        self.winners.pop(tickets, None)
+        return Suspended(state, hit)
 
-    @rule(ticket=consumes(tickets))
-    def resume(self, ticket: Suspended | None) -> None:
+    def in_time(self, tickets: Tickets) -> bool:
+        return self.clock.now_s <= self.pinned.get(tickets, (0.0, False))[0]
+
+    @rule(ticket=tickets, by=st.integers(1, 2))
+    def resume(self, ticket: Suspended | None, by: int) -> None:
         if ticket is None:
             return
-        state, hit, life, until_s = ticket
-        offer = state.offer(private=True)
-        in_time = life == self.life and self.clock.now_s <= until_s
+        state, hit = ticket
+        offer, whole = state.offer(private=True), True
+        in_time = self.in_time(hit.tickets)
         try:
             restore(self.cache, self.geometry, hit, state.tokens, own=offer)
         except (AssertionError, FrameError, IdentityError) as error:
+            whole = False
             if in_time:
                 self.excuse(error)
             elif isinstance(error, AssertionError) and " is " not in str(error):
                 raise
-        if hit.pin is not None and life == self.life:
-            assert self.cache.unpin(hit.pin) == in_time
+        try:
+            given = whole and self.cache.use_up(hit.tickets, by, 60.0)
+        except TieredCacheError:
+            assert self.faulty
+            return
+        if given:
+            assert self.winners.setdefault(hit.tickets, by) == by, "resumed twice"
+            if hit.tickets not in self.used:
+                self.used[hit.tickets] = by
+                self.pinned[hit.tickets] = self.clock.now_s + 60, True
+        elif whole and in_time and not (self.faulty or self.damaged):
+            assert self.winners.get(hit.tickets, by) != by, "nobody else has it"
+
+    @rule(ticket=tickets, pin_s=st.sampled_from([5.0, 500.0]))
+    def keep(self, ticket: Suspended | None, pin_s: float) -> None:
+        if ticket is None:
+            return
+        tickets, in_time = ticket.hit.tickets, self.in_time(ticket.hit.tickets)
+        if self.cache.keep(tickets, [planned.key for planned in ticket.hit.frames], pin_s):
+            assert tickets not in self.used
+            self.pinned[tickets] = self.clock.now_s + pin_s, True
+        else:
+            assert tickets in self.used or not in_time or self.faulty or self.damaged
+
+    @rule(ticket=tickets, kept=st.booleans())
+    def let_go(self, ticket: Suspended | None, kept: bool) -> None:
+        if ticket is None:
+            return
+        tickets = ticket.hit.tickets
+        self.cache.let_go(tickets, kept=kept)
+        if kept or not (self.in_time(tickets) and self.pinned[tickets][1]):
+            self.pinned.pop(tickets, None)
 
     # What the world does
 

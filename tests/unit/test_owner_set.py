@@ -322,3 +322,19 @@ def test_a_reference_of_other_ranks_is_refused(cluster: LocalCluster) -> None:
     ticket = cluster.router.suspend(source, "local", HOST, deadline_s=5)
     with pytest.raises(StateError, match="sampler state"):
         cluster.router.resume(replace(ticket, sampler_state=b"\x91\x01"), 60, deadline_s=5)
+
+
+def test_an_offer_that_is_not_one_of_every_rank_is_refused_before_a_byte_moves(cluster: LocalCluster) -> None:
+    served = compute(cluster, some_tokens(40))
+    first, second = served.run.offer.offers()
+    other = compute(cluster, some_tokens(40, seed=1)).run.offer.offers()[1]
+    for others, why in (
+        ((first,), "rank 1 is missing; rank 0 comes 2 times"),
+        ((second, second), "rank 1 comes 2 times"),
+        ((other,), "rank 1 has other hashes, checkpoints than rank 0"),
+        ((replace(second, others=(second,)),), "others of its own"),
+    ):
+        with pytest.raises(IdentityError, match=why):
+            cluster.tiering.spill(replace(first, others=others), HOST, Hints(), 60.0, deadline_s=5)
+    assert cluster.cache.usage()["host"].entries == 0
+    assert [k.tokens for k in cluster.tiering.spill(served.run.offer, HOST, Hints(), None, deadline_s=5).kept] == [40]

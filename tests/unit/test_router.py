@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from tiered_cache.errors import (
     StaleError,
     TieredCacheError,
     TierError,
+    UnknownOutcomeError,
     VersionError,
 )
 from tiered_cache.identity import FrameKey
@@ -42,7 +44,15 @@ from tiered_cache.service.messages import (
     Suspension,
     Ticket,
 )
-from tiered_cache.service.router import CONSEQUENCES, LOOKUPS_MAX, Placement, RestoreRouter, RouterSettings, Then
+from tiered_cache.service.router import (
+    CONSEQUENCES,
+    LOOKUPS_MAX,
+    SETTLE_S,
+    Placement,
+    RestoreRouter,
+    RouterSettings,
+    Then,
+)
 from tiered_cache.tiers.base import Durability
 
 NAMESPACE = b"n" * 32
@@ -124,12 +134,20 @@ class FakeTiering:
     pins: set[int] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     declines: str = ""
+    kept_s: list[float] = field(default_factory=list)
+    used: dict[int, int] = field(default_factory=dict)
+    answers_lost: dict[str, BaseException] = field(default_factory=dict)
+    """What is done, and then fails."""
 
     def _called(self, call: str, deadline_s: float) -> None:
         assert deadline_s > 0
         self.calls.append(call)
         if call in self.errors:
             raise self.errors[call]
+
+    def _answered(self, call: str) -> None:
+        if call in self.answers_lost:
+            raise self.answers_lost[call]
 
     def plan(self) -> RestorePlan:
         pin = len(self.calls)
@@ -150,6 +168,23 @@ class FakeTiering:
             return False
         return True
 
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        self._called("keep", deadline_s)
+        self.kept_s.append(pin_s)
+        return plan.pin in self.pins
+
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        self._called("use_up", deadline_s)
+        if plan.pin not in self.pins and self.used.get(plan.pin) != by:
+            return False
+        self.pins.discard(plan.pin)
+        self.used[plan.pin] = by
+        self._answered("use_up")
+        return True
+
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        self._called("let_go", deadline_s)
+
     def report_bad(self, key: FrameKey, why: str, *, deadline_s: float) -> None:
         self._called("report_bad", deadline_s)
 
@@ -157,6 +192,8 @@ class FakeTiering:
         self, offer: SpillOffer, durability: Durability, hints: object, pin_s: float | None, *, deadline_s: float
     ) -> SpillResult:
         self._called("spill", deadline_s)
+        assert pin_s is not None
+        self.kept_s.append(pin_s)
         if self.declines:
             return SpillResult((), ((10, self.declines),), ())
         return SpillResult((), (), (), plan=self.plan())
@@ -508,7 +545,7 @@ def test_a_ticket_that_cannot_be_used_up_now_leaves_no_second_sequence() -> None
     owner, tiering = FakeOwner("x"), FakeTiering()
     router = router_of([owner], [tiering])
     ticket = router.suspend(SOURCE, "a", Durability.HOST, deadline_s=5)
-    tiering.errors["unpin"] = TierError("the node is away", retryable=True)
+    tiering.errors["use_up"] = TierError("the node is away", retryable=True)
     owner.calls.clear()
     with pytest.raises(TierError, match="away"):
         router.resume(ticket, 100, deadline_s=5)
@@ -540,3 +577,42 @@ def test_names_that_it_does_not_know_are_refused() -> None:
     plan = RestorePlan("b", 1, 32, (PlannedFrame(KEY, 3),), 1)
     with pytest.raises(FrameNotFoundError, match="its node is not there"):
         router.resume(Ticket(NAMESPACE, PROMPT, plan, b""), 100, deadline_s=1)
+
+
+def test_a_suspension_is_kept_for_long_only_when_its_ticket_has_come() -> None:
+    tiering = FakeTiering()
+    router = router_of([FakeOwner("x")], [tiering], clock=Clock(), suspend_pin_s=3600.0)
+    ticket = router.take_off(SOURCE, "a", Durability.HOST, deadline_s=5)
+    assert tiering.kept_s == [5 + SETTLE_S]
+    router.settle(SOURCE, ticket, deadline_s=5)
+    assert tiering.kept_s == [5 + SETTLE_S, 3600.0]
+
+
+def test_what_is_not_kept_after_all_runs_on_and_what_may_be_is_asked_again() -> None:
+    owner, tiering = FakeOwner("x"), FakeTiering(errors={"keep": DeadlineError("slow")})
+    router = router_of([owner], [tiering])
+    with pytest.raises(UnknownOutcomeError, match="slow") as unknown:
+        router.suspend(SOURCE, "a", Durability.HOST, deadline_s=5)
+    assert owner.calls == ["suspend"]
+    tiering.errors.clear()
+    ticket = pickle.loads(pickle.dumps(unknown.value)).ticket
+    router.settle(SOURCE, ticket, deadline_s=5)
+    assert owner.calls == ["suspend", "release"]
+    tiering.pins.clear()
+    with pytest.raises(StaleError, match="not there"):
+        router.settle(SOURCE, ticket, deadline_s=5)
+    assert owner.calls[-1] == "wake"
+
+
+def test_a_resumption_whose_answer_is_lost_can_be_asked_for_again_by_its_asker_alone() -> None:
+    tiering = FakeTiering(answers_lost={"use_up": DeadlineError("slow")})
+    router, other = (router_of([FakeOwner("x")], [tiering]) for _ in range(2))
+    ticket = router.suspend(SOURCE, "a", Durability.HOST, deadline_s=5)
+    with pytest.raises(DeadlineError):
+        router.resume(ticket, 100, deadline_s=5)
+    with pytest.raises(StaleError, match="used before"):
+        other.resume(ticket, 100, deadline_s=5)
+    tiering.answers_lost.clear()
+    assert router.resume(ticket, 100, deadline_s=5).tokens == 32
+    with pytest.raises(StaleError, match="used before"):
+        router.resume(ticket, 100, deadline_s=5)

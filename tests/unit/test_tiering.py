@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import BLOCK, DEADLINE_S, MODELS, Served, compute, never_moved, serve, some_tokens
+from spilling import Clock
 
 from tiered_cache.config import ClusterSettings, TierSettings, WorkerSettings
 from tiered_cache.engines.base import FrameName, HostArray
@@ -46,6 +47,7 @@ from tiered_cache.service.messages import (
     parcel_views,
 )
 from tiered_cache.service.owner import SequenceOwner
+from tiered_cache.service.router import SETTLE_S
 from tiered_cache.tiers.base import Durability, GetRequest
 from tiered_cache.tiers.disk import SyncPolicy
 
@@ -496,12 +498,15 @@ def test_a_ticket_of_memory_alone_dies_with_it_and_says_so() -> None:
         assert compute(cluster, ticket.prompt.tokens).mark == never_moved(MODEL, ticket.prompt.tokens)
 
 
-def test_pins_of_earlier_generations_end_once_each(cluster: LocalCluster) -> None:
-    earlier = cluster.tiering.generation - 1
-    assert cluster.tiering.unpin(5, earlier, deadline_s=1)
-    assert not cluster.tiering.unpin(5, earlier, deadline_s=1)
-    assert cluster.tiering.unpin(6, earlier, deadline_s=1)
-    assert not cluster.tiering.unpin(5, cluster.tiering.generation, deadline_s=1)
+def test_pins_of_earlier_generations_have_ended_with_them(cluster: LocalCluster) -> None:
+    generation = cluster.tiering.generation
+    serve(cluster, some_tokens(40))
+    plan = cluster.tiering.match(cluster.namespace, Prompt(some_tokens(45)), 30.0, deadline_s=1).plan
+    assert plan is not None
+    assert not cluster.tiering.unpin(plan.pin, generation - 1, deadline_s=1)
+    assert not cluster.tiering.unpin(plan.pin, generation + 1, deadline_s=1)
+    assert cluster.tiering.unpin(plan.pin, generation, deadline_s=1)
+    assert not cluster.tiering.unpin(plan.pin, generation, deadline_s=1)
 
 
 def test_an_offer_that_was_edited_to_another_prompts_hashes_brings_nothing() -> None:
@@ -555,3 +560,48 @@ def test_a_spill_that_comes_back_late_overwrites_nothing(monkeypatch: pytest.Mon
         assert found is not None
         assert {planned.lineage for planned in found.frames} == {again.offer.offer.lineage}
         assert cluster.cache.usage()["host"].bytes_reserved == 0
+
+
+def test_a_used_ticket_is_refused_after_a_restart_too(tmp_path: Path) -> None:
+    with start(disk_dir=tmp_path / "tiers") as cluster:
+        ticket = suspend(cluster, compute(cluster, some_tokens(50)), DISK)
+        other = suspend(cluster, compute(cluster, some_tokens(50, seed=1)), DISK)
+        cluster.router.bring_back(ticket, 200, 7, deadline_s=DEADLINE_S)  # and its asker dies
+    with start(disk_dir=tmp_path / "tiers") as cluster:
+        with pytest.raises(StaleError, match="used before"):
+            cluster.router.resume(ticket, 200, deadline_s=DEADLINE_S)
+        with pytest.raises(StaleError, match="not there"):
+            cluster.router.keep(ticket, deadline_s=DEADLINE_S)
+        cluster.router.keep(other, deadline_s=DEADLINE_S)
+        go_on(cluster, other, some_tokens(3, seed=2))
+    with start(disk_dir=tmp_path / "tiers") as cluster, pytest.raises(StaleError, match="used before"):
+        cluster.router.resume(other, 200, deadline_s=DEADLINE_S)
+
+
+def test_a_suspension_whose_asker_is_gone_is_let_go_soon() -> None:
+    clock = Clock()
+    settings = ClusterSettings(workers=2, worker=WorkerSettings(engine=MODEL), tiers=TierSettings(host_bytes=8 << 20))
+    with LocalCluster(settings, clock=clock) as cluster:
+        source = compute(cluster, some_tokens(50)).run.source
+        cluster.router.take_off(source, NODE, HOST, deadline_s=5)
+        assert cluster.cache.pins() == 1
+        clock.now_s += 5 + SETTLE_S + 1
+        assert cluster.cache.pins() == 0
+        cluster.workers[source.owner].wake(source, deadline_s=5)
+        cluster.router.suspend(source, NODE, HOST, deadline_s=5)
+        clock.now_s += 3000
+        assert cluster.cache.pins() == 1
+
+
+def test_a_ticket_that_is_none_is_refused(cluster: LocalCluster) -> None:
+    ticket = suspend(cluster, compute(cluster, some_tokens(50)))
+    good = ticket.plan.tickets[0]
+    for tickets in ((), (replace(good, group=CHECKPOINT),), (replace(good, private=0),)):
+        with pytest.raises(IdentityError):
+            cluster.tiering.use_up(replace(ticket.plan, tickets=tickets), 1, 60.0, deadline_s=5)
+    for forged in (replace(good, private=1 << 70), replace(good, tokens=1 << 70), replace(good, rank=1)):
+        assert not cluster.tiering.use_up(replace(ticket.plan, tickets=(forged,)), 1, 60.0, deadline_s=5)
+        plan = replace(ticket.plan, tickets=(replace(forged, prefix=b"p" * 32),))
+        with pytest.raises(IdentityError):
+            cluster.router.resume(replace(ticket, plan=plan), 200, deadline_s=5)
+    go_on(cluster, ticket, some_tokens(3, seed=1))

@@ -155,6 +155,28 @@ class Catalogue:
         self._claim.check()
         return self._front.unpin(pin, generation, deadline_s=deadline_s)
 
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        """As that of a tiering service."""
+        self._claim.look()
+        return self._listing().keep(plan, pin_s, deadline_s=deadline_s)
+
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        """As that of a tiering service."""
+        self._claim.look()
+        return self._listing().use_up(plan, by, again_s, deadline_s=deadline_s)
+
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        """As that of a tiering service."""
+        self._claim.check()
+        self._front.let_go(tickets, kept=kept, deadline_s=deadline_s)
+        self._see_to_it()
+
+    def _listing(self) -> TieringService:
+        """Who knows what the store holds. Raises `TierError` if nobody does yet."""
+        if not self._listed:
+            raise TierError("what the store holds is not known yet", None, CATALOGUE, retryable=True)
+        return self._front
+
     def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
         """How to restore an offer's last checkpoint from the store, pinned; None if it is not there whole."""
         self._claim.check()
@@ -199,8 +221,7 @@ class Catalogue:
             return self._admit(chain, hints, min(lease_s, self._lease_s_max))
 
     def _admit(self, chain: Offer | KnownChain, hints: Hints, lease_s: float) -> Lease:
-        if not self._listed:
-            raise TierError("what the store holds is not known yet", None, CATALOGUE, retryable=True)
+        self._listing()
         self._claim.look()  # what is there whole is acknowledged here
         if not self._settled:
             raise TierError("the store is listed once more", None, CATALOGUE, retryable=True)

@@ -36,7 +36,16 @@ from tiered_cache.errors import (
     TierError,
 )
 from tiered_cache.geometry import Geometry
-from tiered_cache.identity import CHECKPOINT, FrameKey, Identity, PrefixChain, Tokens, namespace_of, tagged_hash
+from tiered_cache.identity import (
+    CHECKPOINT,
+    TICKET,
+    FrameKey,
+    Identity,
+    PrefixChain,
+    Tokens,
+    namespace_of,
+    tagged_hash,
+)
 from tiered_cache.service.estimate import RecentMedian
 from tiered_cache.service.messages import (
     CATALOGUE,
@@ -240,6 +249,9 @@ class SequenceOwner:
             expected = chain.key(key.group, key.tokens, self.engine.rank, key.private)
             if key != expected:
                 raise IdentityError(f"these tokens have {expected.path()} there, not this frame", key.path())
+        for ticket in plan.tickets:
+            if ticket != chain.key(TICKET, plan.tokens, self.engine.rank, ticket.private) or not ticket.private:
+                raise IdentityError("a ticket of another sequence", ticket.path())
 
     def _frames(self, plan: RestorePlan, deadline: Deadline) -> Iterator[tuple[frame.Frame, int]]:
         """The plan's frames in order, checked, with their stored bytes; pulled in calls of bounded size."""

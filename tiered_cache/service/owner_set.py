@@ -141,8 +141,9 @@ class OwnerSet:
 
         def injected(rank: Rank, number: int) -> Restored:
             frames = tuple(planned for planned in plan.frames if planned.key.rank == number)
+            tickets = tuple(ticket for ticket in plan.tickets if ticket.rank == number)
             return rank.inject(
-                replace(plan, frames=frames),
+                replace(plan, frames=frames, tickets=tickets),
                 prompt,
                 capacity_tokens,
                 states[number],

@@ -55,6 +55,7 @@ from tiered_cache.service.messages import (
     Ticket,
     TieringPort,
 )
+from tiered_cache.service.tickets import TicketHolder
 from tiered_cache.service.wire import checked
 from tiered_cache.tiers.base import Durability
 
@@ -63,6 +64,10 @@ _Port = TypeVar("_Port")
 
 SILENT_S_MAX = 30.0
 """How long at most a member that does not answer is left alone before it is asked again."""
+SETTLE_S = 60.0
+"""How long, after its deadline, a suspension waits for its caller to say that the ticket has come."""
+AGAIN_S = 60.0
+"""How long a sequence that was resumed can be asked for again by its asker, whom the answer may not have reached."""
 LOOKUPS_MAX = 3
 """How often one request looks again after a plan turned out to be out of date or a frame to be bad."""
 
@@ -188,6 +193,7 @@ class RestoreRouter:
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
         self._estimate = LoadEstimate()
+        self._holder = TicketHolder(self, clock=clock)
         self._chosen: dict[str, int] = {}  # owner -> number of the last request it was given
         self._silent: dict[tuple[str, str], _Silent] = {}
 
@@ -239,9 +245,23 @@ class RestoreRouter:
     def suspend(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
         """Take a running sequence off its worker, at any token, into the tiers of `node`.
 
-        It has left the worker when this returns, and its frames stay until the ticket is resumed or its pin runs
-        out. Raises what went wrong, `CapacityError` if the tiers declined; the sequence then runs on.
+        It has left the worker when this returns, and its frames stay until the ticket is resumed, or for
+        `suspend_pin_s`, or for as long again when `keep` is asked. Raises what went wrong, `CapacityError` if the tiers
+        declined; the sequence then runs on. Only after an `UnknownOutcomeError` it may be either way.
         """
+        return self._holder.suspend(source, node, durability, deadline_s=deadline_s)
+
+    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
+        """Continue a suspended sequence on any worker; the ticket is used up.
+
+        Raises `StaleError` if it was used before, whoever was restarted since, `CapacityError` if no worker has room,
+        `FrameNotFoundError` or `FrameError` if its frames are gone or bad: its tokens can then be computed again as a
+        new request. A `TierError` says nothing about the ticket: who asks again, within a minute, may have it.
+        """
+        return self._holder.resume(ticket, capacity_tokens, deadline_s=deadline_s)
+
+    def take_off(self, source: SequenceRef, node: str, durability: Durability, *, deadline_s: float) -> Ticket:
+        """The first step of `suspend`: it is stored, and stays on its worker, stopped, until `settle` or `wake`."""
         attempt = self._attempt(deadline_s)
         deadline = attempt.deadline
         checked(source, SequenceRef)
@@ -252,28 +272,49 @@ class RestoreRouter:
                 suspension.offer,
                 durability,
                 suspension.prompt.hints,
-                self._settings.suspend_pin_s,
+                deadline.left_s("suspend") + SETTLE_S,
                 deadline_s=deadline.left_s("suspend"),
             )
             plan = _taken(result)
+            deadline.left_s("suspend")  # who asked has given up, and would never settle it
         except BaseException:
             with suppress(TieredCacheError):  # it is dead, then
                 owner.wake(source, deadline_s=deadline.last_step_s(self._settings.ask_s))
             raise
-        self._count("suspends")
-        try:
-            owner.release(source, deadline_s=deadline.last_step_s(self._settings.ask_s))
-        except TieredCacheError:  # its state is safe; there it stays suspended, if it still is there
-            self._count("suspends.not_released")
         return Ticket(suspension.offer.offer.namespace, suspension.prompt, plan, suspension.sampler_state)
 
-    def resume(self, ticket: Ticket, capacity_tokens: int, *, deadline_s: float) -> Restored:
-        """Continue a suspended sequence on any worker; the ticket is used up.
+    def settle(self, source: SequenceRef, ticket: Ticket, *, deadline_s: float) -> None:
+        """The second step: whoever has the ticket of a sequence that was taken off says so. Idempotent.
 
-        Raises `StaleError` if it was used before, `CapacityError` if no worker has room, `FrameNotFoundError` or
-        `FrameError` if its frames are gone or bad: its tokens can then be computed again as a new request. A
-        `TierError` says nothing about the ticket: it may be good later.
+        Raises `StaleError` if it is not kept, and lets it run on then; on any other error it can be asked again.
         """
+        attempt = self._attempt(deadline_s)
+        checked(source, SequenceRef)
+        last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
+        try:
+            self._keep(ticket, attempt)
+        except StaleError:
+            with suppress(TieredCacheError):
+                _known(attempt.owners, source.owner).wake(source, deadline_s=last_step_s)
+            raise
+        self._count("suspends")
+        try:
+            _known(attempt.owners, source.owner).release(source, deadline_s=last_step_s)
+        except TieredCacheError:  # its state is safe; there it stays suspended, if it still is there
+            self._count("suspends.not_released")
+
+    def keep(self, ticket: Ticket, *, deadline_s: float) -> None:
+        """Keep a suspended sequence for `suspend_pin_s` seconds from now. Raises `StaleError` if it is not there."""
+        self._keep(ticket, self._attempt(deadline_s))
+
+    def let_go(self, ticket: Ticket, *, deadline_s: float) -> None:
+        """A suspended sequence's own frames are not needed any more: it was resumed, or never will be."""
+        attempt = self._attempt(deadline_s)
+        plan = checked(ticket, Ticket).plan
+        _known(attempt.pinning, plan.node).let_go(plan.tickets, deadline_s=attempt.deadline.left_s("let go"))
+
+    def bring_back(self, ticket: Ticket, capacity_tokens: int, by: int, *, deadline_s: float) -> Restored:
+        """The first step of `resume`, for the asker of this number, who may ask again."""
         attempt = self._attempt(deadline_s)
         checked(ticket, Ticket)
         tiering = attempt.pinning.get(ticket.plan.node)
@@ -285,7 +326,7 @@ class RestoreRouter:
             assert attempt.error is not None
             raise attempt.error
         try:
-            _use_up(ticket, tiering, attempt.deadline)
+            _use_up(ticket, tiering, by, attempt.deadline)
         except BaseException:
             last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
             with suppress(TieredCacheError):
@@ -300,6 +341,12 @@ class RestoreRouter:
             return dict(self._counters)
 
     # Within
+
+    def _keep(self, ticket: Ticket, attempt: _Attempt) -> None:
+        plan = checked(ticket, Ticket).plan
+        port = _known(attempt.pinning, plan.node)
+        if not port.keep(plan, self._settings.suspend_pin_s, deadline_s=attempt.deadline.left_s("keep")):
+            raise StaleError("the suspended sequence is not there: resumed, lost, or its time ran out", None, plan.node)
 
     def _attempt(self, deadline_s: float) -> _Attempt:
         with self._lock:
@@ -497,9 +544,9 @@ def _taken(result: SpillResult) -> RestorePlan:
     return result.plan
 
 
-def _use_up(ticket: Ticket, pinning: TieringPort | CataloguePort, deadline: Deadline) -> None:
+def _use_up(ticket: Ticket, pinning: TieringPort | CataloguePort, by: int, deadline: Deadline) -> None:
     plan = ticket.plan
-    if not pinning.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("resume")):
+    if not pinning.use_up(plan, by, AGAIN_S, deadline_s=deadline.left_s("resume")):
         raise StaleError("the ticket was used before, or its time ran out", None, plan.node)
 
 

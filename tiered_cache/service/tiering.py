@@ -6,8 +6,8 @@ it into its own frames before it acknowledges. Only then may the owner free devi
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
@@ -20,6 +20,7 @@ from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError, TieredCacheError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.level import key_of
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.messages import (
     Bytes,
@@ -42,8 +43,6 @@ EXPORT_BYTES_MAX = 256 << 20
 """How many raw bytes of a spill are here at once, and one call to an owner brings; a larger one comes in several."""
 DISCARD_S = 2.0
 """How long the catalogue may take to let go of what a failed suspension has left in the store."""
-SPENT_MAX = 1 << 16
-"""How many ended pins of earlier generations are remembered."""
 
 
 class TieringService:
@@ -65,8 +64,6 @@ class TieringService:
         self._owners = owners
         self._catalogue = catalogue
         self._clock = clock
-        self._lock = threading.Lock()
-        self._spent: dict[tuple[int, int], None] = {}  # (generation, pin), the oldest first
 
     def register(self, identity: Identity, geometry: Geometry, *, deadline_s: float) -> bytes:
         """Make an identity and geometry known on this node; returns their namespace."""
@@ -98,9 +95,10 @@ class TieringService:
     ) -> SpillResult:
         """Pull from the owner what is wanted of an offer and not here yet, and keep it.
 
-        What `kept` lists is acknowledged. Raises what the owner or a tier raised, `StateError` for a parcel that is
-        not what was asked for, `CapacityError` if too much is in flight, and `DeadlineError`; then nothing is
-        acknowledged, and neither room nor pin is held.
+        What `kept` lists is acknowledged. A suspended sequence's pin goes by its tickets, so that to ask again, for an
+        answer that was lost, does no harm. Raises what the owner or a tier raised, `StateError` for a parcel that is
+        not what was asked for, `IdentityError` for what is not one offer of every rank of a set, `CapacityError` if
+        too much is in flight, and `DeadlineError`; then nothing is acknowledged, and neither room nor pin is held.
         """
         deadline = Deadline.after(deadline_s, self._clock)
         checked(offer, SpillOffer)
@@ -111,6 +109,9 @@ class TieringService:
         self, spill: SpillOffer, durability: Durability, hints: Hints, pin_s: float | None, deadline: Deadline
     ) -> SpillResult:
         """What each rank offers, the first one's choice deciding for all: only what all bring is kept."""
+        if spill.others:
+            owner = self._owners(spill.source.owner)
+            _check_set(spill, self._known(spill.source, spill.offer, owner, deadline).shards)
         results: list[SpillResult] = []
         offers: list[Offer] = []
         loans: list[bool] = []
@@ -147,6 +148,8 @@ class TieringService:
 
         def pulled() -> Generator[dict[FrameKey, dict[str, HostArray]], None, None]:
             nonlocal moved
+            if offer.private and not grant.keys:  # it may have left, and this be the echo of an earlier call
+                owner.export(source, (), deadline_s=deadline.left_s("export"))
             for keys in _batches(grant.keys, geometry):
                 names = tuple(FrameName(key.group, key.tokens) for key in keys)
                 with self.cache.in_flight.hold(parcel_bytes(geometry, names)):
@@ -176,17 +179,17 @@ class TieringService:
 
     def _discard(self, offers: Sequence[Offer], deadline: Deadline) -> None:
         """Let go of a suspended sequence's own frames, here and in the store: it goes on where it was."""
-        for offer in offers if any(offer.private for offer in offers) else ():
-            for place in (self, self._catalogue):
-                with suppress(TieredCacheError):  # then they are the policy's to drop
-                    if place is not None:
-                        left_s = deadline.last_step_s(DISCARD_S)
-                        plan = place.plan_of(offer, 0.0, deadline_s=left_s)
-                        if plan is not None:
-                            place.unpin(plan.pin, plan.generation, deadline_s=left_s)
+        tickets = tuple(key_of(offer.ticket) for offer in offers if offer.private)
+        for place in (self, self._catalogue) if tickets else ():
+            with suppress(TieredCacheError):  # then they are the policy's to drop
+                if place is not None:
+                    place.let_go(tickets, kept=False, deadline_s=deadline.last_step_s(DISCARD_S))
 
     def plan_of(self, offer: Offer, pin_s: float, *, deadline_s: float) -> RestorePlan | None:
-        """How to restore an offer's last checkpoint, pinned; None if it is not here whole."""
+        """How to restore an offer's last checkpoint, pinned; None if it is not here whole.
+
+        The pin of a suspended sequence replaces what pin it had, unless somebody has its tickets.
+        """
         del deadline_s
         hit = self.cache.plan_of(offer, pin_s=duration_s(pin_s, "pin_s"))
         return None if hit is None else self._plan(hit)
@@ -197,21 +200,33 @@ class TieringService:
             self.cache.report_bad(key, why)
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:
-        """End a pin; False if it had ended before.
+        """End a pin; False if it had ended before, with its generation at the latest."""
+        with self._until(deadline_s):
+            return generation == self.generation and self.cache.unpin(pin)
 
-        Pins of an earlier generation died with it, without protecting anything since; each can be ended once more,
-        so that a ticket whose frames have survived on disk is still good for one sequence.
+    def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
+        """Keep a suspended sequence for `pin_s` seconds from now; False if it is not here whole. Idempotent.
+
+        Also what has survived a restart. Raises `IdentityError` for a plan without tickets, `TierError` if what the
+        tiers hold is not known yet.
         """
-        if generation >= self.generation:
-            with self._until(deadline_s):
-                return generation == self.generation and self.cache.unpin(pin)
-        with self._lock:
-            if (generation, pin) in self._spent:
-                return False
-            self._spent[generation, pin] = None
-            if len(self._spent) > SPENT_MAX:
-                del self._spent[next(iter(self._spent))]
-            return True
+        checked(plan, RestorePlan)
+        with self._until(deadline_s):
+            frames = [planned.key for planned in plan.frames]
+            return self.cache.keep(plan.tickets, frames, duration_s(pin_s, "pin_s"))
+
+    def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
+        """Use up a suspended sequence's tickets: `TieredCache.use_up`. They are good once, also across restarts."""
+        checked(plan, RestorePlan)
+        with self._until(deadline_s):
+            return self.cache.use_up(plan.tickets, checked(by, int), duration_s(again_s, "again_s"))
+
+    def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
+        """A suspended sequence's own frames are not needed any more; with `kept` also if somebody has its tickets."""
+        for key in tickets:
+            checked(key, FrameKey)
+        with self._until(deadline_s):
+            self.cache.let_go(tickets, kept=kept)
 
     def _until(self, deadline_s: float) -> AbstractContextManager[None]:
         return until(Deadline.after(deadline_s, self._clock))
@@ -228,13 +243,14 @@ class TieringService:
         return geometry
 
     def _plan(self, hit: Hit) -> RestorePlan:
-        return RestorePlan(self.node, self.generation, hit.tokens, hit.frames, hit.pin or 0)
+        pin = 0 if hit.tickets else hit.pin or 0
+        return RestorePlan(self.node, self.generation, hit.tokens, hit.frames, pin, hit.tickets)
 
 
 def _joint_plan(
     place: TieringService | CataloguePort, offers: Sequence[Offer], pin_s: float, deadline: Deadline
 ) -> RestorePlan | None:
-    """The ranks' plans as one; the first one's pin holds what all have in common, which is all."""
+    """The ranks' plans as one; one pin holds what all have in common, which is all."""
     plans: list[RestorePlan] = []
     for offer in offers:
         plan = place.plan_of(offer, pin_s, deadline_s=deadline.left_s("pin"))
@@ -243,10 +259,33 @@ def _joint_plan(
         plans.append(plan)
     whole = len(plans) == len(offers)
     for plan in plans[1:] if whole else plans:
-        place.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("pin"))
+        if not plan.tickets:
+            place.unpin(plan.pin, plan.generation, deadline_s=deadline.left_s("pin"))
     if not whole:
         return None
-    return replace(plans[0], frames=tuple(planned for plan in plans for planned in plan.frames))
+    return replace(
+        plans[0],
+        frames=tuple(planned for plan in plans for planned in plan.frames),
+        tickets=tuple(ticket for plan in plans for ticket in plan.tickets),
+    )
+
+
+def _check_set(spill: SpillOffer, shards: int) -> None:
+    """Raise `IdentityError` that lists why these are not the offers of all ranks for one sequence."""
+    first, offers = spill.offer, [spill.offer, *(other.offer for other in spill.others)]
+    ranks = Counter(offer.rank for offer in offers)
+    problems = [f"rank {rank} is missing" for rank in range(shards) if not ranks[rank]]
+    problems += [f"rank {rank} comes {count} times" for rank, count in sorted(ranks.items()) if count > 1]
+    problems += [f"there is no rank {rank} of {shards}" for rank in sorted(ranks) if not 0 <= rank < shards]
+    for offer in offers[1:]:
+        same = ["namespace", "block_tokens", "hashes", "checkpoints", "private"] + ["lineage"] * first.private
+        differing = [name for name in same if getattr(offer, name) != getattr(first, name)]
+        if differing:
+            problems.append(f"rank {offer.rank} has other {', '.join(differing)} than rank {first.rank}")
+    if any(other.others for other in spill.others):
+        problems.append("an offer within it has others of its own")
+    if problems:
+        raise IdentityError("not an offer of a set: " + "; ".join(problems))
 
 
 def _of_all(results: Sequence[SpillResult], plan: RestorePlan | None, ranks: int) -> SpillResult:
