@@ -244,7 +244,7 @@ def test_a_catalogue_that_is_restarted_finds_what_the_store_holds(machines: Any,
         before = cluster.catalogue.call(dict, "usage", deadline_s=DEADLINE_S)["object"]
         ray.kill(ray.get_actor(cluster.catalogue.actor, namespace=cluster.catalogue.ray_namespace), no_restart=False)
         longer = np.concatenate([some_tokens(60), some_tokens(9, 5)])
-        served = serve(cluster, longer, deadline_s=DEADLINE_S)
+        served = compute(cluster, longer, deadline_s=DEADLINE_S)  # to spill it has to wait
         assert served.mark == never_moved(MODEL, longer)
         while is_dead(cluster.catalogue):
             time.sleep(0.1)
