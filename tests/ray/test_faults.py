@@ -259,6 +259,7 @@ def test_what_must_not_be_done_twice_is_not_and_its_caller_knows(start: Start) -
             with pytest.raises(UnknownOutcomeError, match="may have happened or not"):
                 asking.result()
         worker.call(object, "sleep_in", call, 0.0, deadline_s=DEADLINE_S)
+        cluster.router.members(deadline_s=DEADLINE_S)  # it is back
 
     def suspended() -> Ticket:
         return cluster.router.suspend(served.run.source, node_of(cluster), HOST, deadline_s=DEADLINE_S)
