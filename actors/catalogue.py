@@ -42,10 +42,11 @@ class CatalogueActor:
     def __init__(self, cluster: ClusterName, settings: TierSettings) -> None:
         executor = DaemonExecutor(settings.executor_threads, "catalogue")
         self.catalogue = ObjectPlace(settings).catalogue(executor, cluster=cluster.name)
+        self._store = settings.object_url, settings.object_bytes
         self._metrics = ActorMetrics(cluster.name, self._samples)
 
     @_in_group("index")
-    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+    def match(self, namespace: bytes, prompt: Prompt | KnownChain, pin_s: float, *, deadline_s: float) -> MatchReply:
         with self._metrics.timed("match"):
             return self.catalogue.match(namespace, prompt, pin_s, deadline_s=deadline_s)
 
@@ -102,6 +103,12 @@ class CatalogueActor:
         """Another one than before: it was restarted."""
         del deadline_s
         return self.catalogue.generation
+
+    @_in_group("index")
+    def store(self, *, deadline_s: float) -> tuple[str | None, int]:
+        """Its store's URL and budget."""
+        del deadline_s
+        return self._store
 
     @_in_group("index")
     def counters(self, *, deadline_s: float) -> dict[str, int]:

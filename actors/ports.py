@@ -230,7 +230,7 @@ class RemoteTiering(Port):
 class RemoteCatalogue(Port):
     """`CataloguePort` through Ray."""
 
-    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+    def match(self, namespace: bytes, prompt: Prompt | KnownChain, pin_s: float, *, deadline_s: float) -> MatchReply:
         return self.call(MatchReply, "match", namespace, prompt, pin_s, deadline_s=deadline_s, repeatable=True)
 
     def unpin(self, pin: int, generation: int, *, deadline_s: float) -> bool:

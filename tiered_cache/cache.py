@@ -765,6 +765,8 @@ class TieredCache:
                 bodies[i] = np.frombuffer(answer, np.uint8)
             elif isinstance(answer, TierError):
                 bodies[i] = _why(answer)
+        if came := sum(isinstance(answer, memoryview) for answer in answers):
+            self._state.count(f"fetched.{self._shared.name}", came)
         if failed := sum(isinstance(answer, TierError) for answer in answers):
             self._state.count(f"errors.{self._shared.name}.get", failed)
 
@@ -1054,6 +1056,7 @@ class TieredCache:
         if isinstance(chain, Offer):
             grant = self.admit(chain, Durability.HOST, hints)
         else:
+            chain.check(known.digest, known.geometry.block_tokens)
             grant = Grant(chain)
             self._drop_left()
             self._drop_expired()
@@ -1594,7 +1597,7 @@ class TieredCache:
         Reasons are of closed lists: `misses` and `unserved` (frames that were asked for, and did not come) of
         `MissReason`, `declined` of `DeclineReason`, `dropped.TIER` of `RemovalReason`. `frames.TIER.lost` are those
         that were there and are not any more, by nobody's decision. `frames.TIER.put` + `frames.TIER.found` - all other
-        `frames.TIER.REASON` = frames in the tier; `bytes` likewise.
+        `frames.TIER.REASON` = frames in the tier; `bytes` likewise. `fetched` are frames that the shared tier gave.
         """
         with self._lock:
             return dict(self._counters)

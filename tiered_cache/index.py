@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiered_cache.errors import MissReason
-from tiered_cache.identity import CHECKPOINT, TICKET
+from tiered_cache.errors import IdentityError, MissReason
+from tiered_cache.identity import CHECKPOINT, DIGEST_BYTES, TICKET, PrefixChain
 from tiered_cache.prefix_tree import (
     Candidate,
     Checkpoint,
@@ -115,7 +115,7 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class KnownChain:
-    """The path to one checkpoint, as far as names tell it; a `Chain` of which only the end inside a block is known."""
+    """A prefix as far as names tell it: a `Chain` of which, inside blocks, only its own end has a known name."""
 
     namespace: Hashable
     block_tokens: int
@@ -138,8 +138,25 @@ class KnownChain:
 
     def prefix_hash(self, tokens: int, /) -> PrefixId:
         block, tail = divmod(tokens, self.block_tokens)
-        assert not tail or tokens == self.tokens
-        return self.prefix if tail else self.hashes[block]
+        if not tail:
+            return self.hashes[block]
+        return self.prefix if tokens == self.tokens else (self.hashes[block], tokens)  # what no frame is named
+
+    def check(self, namespace: bytes, block_tokens: int) -> None:
+        """Raise `IdentityError` listing what cannot be a prefix of this namespace: it comes from another process."""
+        problems = []
+        if self.namespace != namespace:
+            problems.append("it is of another namespace")
+        if self.block_tokens != block_tokens:
+            problems.append(f"block_tokens is {self.block_tokens}, not {block_tokens}")
+        elif not self.blocks * block_tokens <= self.tokens < (self.blocks + 1) * block_tokens:
+            problems.append(f"{self.tokens} tokens in {self.blocks} blocks of {block_tokens}")
+        if any(not isinstance(name, bytes) or len(name) != DIGEST_BYTES for name in (*self.hashes, self.prefix)):
+            problems.append(f"a hash is not {DIGEST_BYTES} bytes")
+        if not self.hashes or self.hashes[0] != PrefixChain(namespace, block_tokens).block_hash(0):
+            problems.append("h(0) is not the namespace's root")
+        if problems:
+            raise IdentityError("not a prefix: " + "; ".join(problems))
 
 
 @dataclass(frozen=True, slots=True)

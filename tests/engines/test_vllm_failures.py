@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,16 +71,34 @@ def test_a_disk_that_hangs_or_is_gone_delays_one_prompt_and_changes_nothing(spil
     assert outcome.counters["refused.tier_rests"] >= 1
 
 
+@pytest.fixture
+def small_filesystem(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "mounted"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", place], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
 @pytest.mark.slow
-def test_a_full_disk_keeps_what_it_can_and_changes_nothing(spilled: Spilled, tmp_path: Path) -> None:
-    """Writes begin to fail half-way, as on a disk that others have filled."""
-    steps: list[Step] = [*answers(PROMPTS[:1]), ("settle", None), ("limit_files", 4096), *answers(PROMPTS[1:])]
-    outcome = run(tmp_path / "failing", **spilled.spec(tmp_path / "disk", steps))
+@pytest.mark.parametrize("how", ["others have filled it", "files end early"])
+def test_a_full_disk_keeps_what_it_can_and_changes_nothing(
+    how: str, spilled: Spilled, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Writes fail from the second prompt on: on a filesystem that is full, and at a limit for the size of files."""
+    place, full = tmp_path, ("limit_files", 4096)
+    if how == "others have filled it":
+        place = request.getfixturevalue("small_filesystem")
+        full = ("fill", str(place))
+    steps: list[Step] = [*answers(PROMPTS[:1]), ("settle", None), full, *answers(PROMPTS[1:])]
+    outcome = run(tmp_path / "failing", **spilled.spec(place / "disk", steps))
     assert all(same(a, b) for a, b in zip(outcome.answers, spilled.computed, strict=True))
     assert outcome.counters["spills"] == 1
     assert outcome.counters["spills.failed.tier"] + outcome.counters.get("spills.failed.full", 0) == 3
-    assert {key.tokens for key in frames_of(tmp_path / "disk")} == {BLOCK, 2 * BLOCK}
-    assert not [file for file in check_directory(tmp_path / "disk") if file.error]
+    assert {key.tokens for key in frames_of(place / "disk")} == {BLOCK, 2 * BLOCK}
+    assert not [file for file in check_directory(place / "disk") if file.error]
 
 
 @pytest.mark.slow

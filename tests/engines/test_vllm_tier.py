@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -24,8 +24,12 @@ from tiered_cache.engines.vllm.building import Building, build
 from tiered_cache.engines.vllm.layout import PageGroup, PageLayout
 from tiered_cache.engines.vllm.tier import TieredCacheTier
 from tiered_cache.errors import ConfigError
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.geometry import PartKind
 from tiered_cache.identity import Identity
+from tiered_cache.service.bridge import Hello
+from tiered_cache.service.build import ObjectPlace
+from tiered_cache.service.catalogue import Catalogue
 
 BLOCK, ROW_BYTES, ROWS = 16, 4096, 8
 AT_ONCE_S = 5.0
@@ -116,6 +120,42 @@ def keys(request: Request) -> list[Any]:
 Open = Callable[..., Scheduler]
 
 
+class Near:
+    """In place of a `Bridge`: the catalogue of each store, in this process."""
+
+    catalogues: ClassVar[dict[str | None, Catalogue]] = {}
+
+    def __init__(self, hello: Hello) -> None:
+        url = hello.tiers.object_url
+        if url not in self.catalogues:
+            self.catalogues[url] = ObjectPlace(hello.tiers).catalogue(DaemonExecutor(2, "catalogue"))
+        self.catalogue = self.catalogues[url]
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.catalogue, method)
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Settings of engines that share a store."""
+    monkeypatch.setattr(module, "Bridge", Near)
+    (tmp_path / "store").mkdir()
+    return {
+        "object_url": (tmp_path / "store").as_uri(),
+        "object_bytes": "64MiB",
+        "search_deadline_s": 20.0,
+        "load_deadline_s": 30.0,
+    }
+
+
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     identity = Identity(weights_digest=bytes(32), engine="vllm", engine_revision="test")
@@ -158,6 +198,70 @@ def test_two_engines_share_a_directory_while_both_run(opened: Open) -> None:
     assert here.result(here.submit(request, [0, 1, 2, 3], load=True)).success
     assert np.array_equal(here.buffer[:4, :1000], there.buffer[:4, :1000])
     assert here.tier.counters()["searches.found"] == 1
+
+
+def test_two_nodes_share_a_store_while_both_run(opened: Open, shared: dict[str, object], tmp_path: Path) -> None:
+    here = opened(**shared, disk_dir=str(tmp_path / "here"))
+    there = opened(**shared, disk_dir=str(tmp_path / "there"))
+    there.kept(there.request("there", 1), [0, 1, 2, 3])
+    request = here.request("here", 1)
+    assert here.look_up(request) == [LookupResult.HIT] * 4
+    (catalogue,) = [here.tier._bridge.catalogue]  # type: ignore[union-attr]
+    assert catalogue.cache.pins() == 1
+    assert here.result(here.submit(request, [0, 1, 2, 3], load=True)).success
+    assert np.array_equal(here.buffer[:4, :1000], there.buffer[:4, :1000])
+    counted = here.tier.counters()
+    assert (counted["searches.found"], counted["catalogue.found"], counted["fetched.object"]) == (1, 1, 4)
+    here.tier.on_request_finished(here.contexts["here"])
+    here.tier._searches.submit(int).result(30)
+    assert catalogue.cache.pins() == 0
+
+
+def test_a_catalogue_that_hangs_delays_one_prompt_and_its_late_plan_is_let_go(
+    opened: Open, shared: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = opened(**shared, disk_dir=str(tmp_path / "there"))
+    there.kept(there.request("there", 1), [0, 1, 2, 3])
+    here = opened(**{**shared, "search_deadline_s": 0.3, "rest_s": 60.0}, disk_dir=str(tmp_path / "here"))
+    catalogue: Any = here.tier._bridge.catalogue  # type: ignore[union-attr]
+    hang, match = threading.Event(), catalogue.match
+
+    def late(*args: Any, deadline_s: float) -> Any:
+        hang.wait(60)
+        return match(*args, deadline_s=30.0)
+
+    monkeypatch.setattr(catalogue, "match", late)
+    assert here.look_up(here.request("first", 1)) == [LookupResult.MISS] * 4
+    assert here.look_up(here.request("second", 1)) == [LookupResult.MISS] * 4  # nobody else waits
+    assert here.tier.counters()["searches.deadline"] == 1
+    hang.set()
+    for _ in range(2):  # the search, and the end of what it has found
+        here.tier._searches.submit(int).result(30)
+    assert here.tier.counters()["catalogue.found"] == 1
+    assert catalogue.cache.pins() == 0
+
+
+def test_a_store_that_hangs_is_left_alone_and_the_own_tiers_serve(
+    opened: Open, shared: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = opened(**shared, disk_dir=str(tmp_path / "there"))
+    there.kept(there.request("there", 1), [0, 1, 2, 3])
+    limits = {"load_deadline_s": 0.5, "rest_s": 60.0, "close_deadline_s": 1.0}
+    here = opened(**{**shared, **limits}, disk_dir=str(tmp_path / "here"))
+    here.kept(here.request("own", 2), [4, 5, 6, 7])
+    request = here.request("here", 1)
+    assert here.look_up(request) == [LookupResult.HIT] * 4
+    hang, store = threading.Event(), here.tier.store
+    assert store is not None
+    assert store.shared is not None
+    monkeypatch.setattr(store.shared, "get", lambda *_, **__: hang.wait(60))
+    assert not here.result(here.submit(request, [0, 1, 2, 3], load=True)).success
+    assert here.look_up(request) == [LookupResult.MISS] * 4
+    assert here.look_up(here.request("again", 2)) == [LookupResult.HIT] * 4
+    counted = here.tier.counters()
+    assert counted["loads.failed.deadline"] >= 1
+    assert "refused.tier_rests" not in counted
+    hang.set()
 
 
 def test_a_load_that_hangs_fails_in_time_and_never_touches_the_buffer_again(

@@ -12,12 +12,16 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tiered_cache.errors import TieredCacheError
 
 TOKENS = 6
 
@@ -86,6 +90,27 @@ class Engine:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
 
+    def fill(self, directory: str) -> None:
+        """Take all room that is left on a filesystem."""
+        with suppress(OSError), (Path(directory) / "others").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def command(self, arguments: list[str]) -> None:
+        subprocess.run(arguments, check=True, capture_output=True, timeout=300)
+
+    def reach(self, _: object) -> None:
+        """Wait until there is a catalogue that answers."""
+        until_s = time.monotonic() + 300
+        while True:
+            try:
+                self.tier._bridge.unpin(0, 0, deadline_s=30.0)
+            except TieredCacheError:
+                assert time.monotonic() < until_s
+                time.sleep(0.1)
+            else:
+                return
+
     def remove(self, directory: str) -> None:
         shutil.rmtree(directory)
 
@@ -100,7 +125,8 @@ class Engine:
 
 
 STEPS: dict[str, Callable[[Engine, Any], Any]] = {
-    name: getattr(Engine, name) for name in ("answer", "settle", "hang", "limit_files", "remove", "kill")
+    name: getattr(Engine, name)
+    for name in ("answer", "settle", "hang", "limit_files", "fill", "command", "reach", "remove", "kill")
 }
 
 

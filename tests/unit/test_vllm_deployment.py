@@ -16,4 +16,11 @@ def test_the_ray_serve_example_is_what_the_engine_takes() -> None:
     (application,) = document["applications"]
     (config,) = application["args"]["llm_configs"]
     found = config["engine_kwargs"]["kv_transfer_config"]
-    assert found == kv_transfer_config(64 << 30, disk_dir="/var/lib/tiered-cache/frames", disk_bytes="1TiB")
+    assert found == kv_transfer_config(
+        64 << 30,
+        disk_dir="/var/lib/tiered-cache/frames",
+        disk_bytes="1TiB",
+        object_url="s3://BUCKET/qwen3-next",
+        object_bytes="20TiB",
+        cluster="qwen3-next",
+    )

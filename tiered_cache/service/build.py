@@ -24,7 +24,7 @@ from tiered_cache.service.catalogue import Catalogue
 from tiered_cache.service.claim import LOOKS, StoreClaim, awake_or_not_s
 from tiered_cache.service.messages import CataloguePort
 from tiered_cache.service.shared import SharedStore
-from tiered_cache.tiers.base import Tier
+from tiered_cache.tiers.base import Durability, Tier
 from tiered_cache.tiers.disk import DiskTier
 from tiered_cache.tiers.host import HostTier
 from tiered_cache.tiers.object_budget import GrantedBudget, LocalBudget, ObjectBudget
@@ -120,10 +120,11 @@ class ObjectPlace:
             cache.close()
             raise ConfigError(f"object_url {self._url}: {error.message}") from error
 
-    def shared(self, catalogue: CataloguePort) -> SharedStore:
-        """A node's way to the store."""
+    def shared(self, catalogue: CataloguePort, *, durability: Durability | None = None) -> SharedStore:
+        """A node's way to the store; `durability` if more is known of what that survives than its URL tells."""
         tier = self._guarded(self._client(GrantedBudget()))
-        return SharedStore(tier, catalogue, call_s=3 * self._settings.object_deadline_s, clock=self._clock)
+        call_s = 3 * self._settings.object_deadline_s
+        return SharedStore(tier, catalogue, durability=durability, call_s=call_s, clock=self._clock)
 
     def _guarded(self, store: ObjectStoreTier) -> Tier:
         deadline_s = self._settings.object_deadline_s

@@ -142,7 +142,7 @@ class Catalogue:
 
     # Look-ups
 
-    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
+    def match(self, namespace: bytes, prompt: Prompt | KnownChain, pin_s: float, *, deadline_s: float) -> MatchReply:
         """The longest proper prefix of the prompt that the store holds, pinned for `pin_s` seconds."""
         self._see_to_it()
         if self.cache.geometry_of(namespace) is None:  # which namespaces there are is the nodes' to say

@@ -27,8 +27,8 @@ from tiered_cache.level import Landed, StoredFrame
 from tiered_cache.namespace import BAD, Namespace
 from tiered_cache.policy.base import Hints
 from tiered_cache.prefix_tree import plain_name
-from tiered_cache.service.messages import CataloguePort, Lease
-from tiered_cache.tiers.base import GetAnswer, GetRequest, PutItem, PutOutcome, Tier
+from tiered_cache.service.messages import CataloguePort, Lease, MatchReply
+from tiered_cache.tiers.base import Durability, GetAnswer, GetRequest, PutItem, PutOutcome, Tier
 from tiered_cache.tiers.wrappers import TierHealth, health_of
 
 PUT_ATTEMPTS = 3
@@ -49,13 +49,14 @@ class SharedStore:
         store: Tier,
         catalogue: CataloguePort,
         *,
+        durability: Durability | None = None,
         mode: Mode = Mode.FAST,
         call_s: float = 5.0,
         clock: Clock = time.monotonic,
     ) -> None:
         """`store` is this node's own client, its to close. A call to the catalogue may take `call_s`."""
         self.name = store.name
-        self.durability = store.durability
+        self.durability = durability or store.durability
         self.mode = mode
         self.store = store
         self.catalogue = catalogue
@@ -95,6 +96,25 @@ class SharedStore:
         except IdentityError:  # it may have been restarted, and never have heard of this namespace
             self.introduce(known)
             return self.catalogue.admit(chain, hints, lease_s, deadline_s=self.left_s())
+
+    def match(self, chain: KnownChain, pin_s: float) -> MatchReply:
+        """What the catalogue has of a prefix, pinned there for `pin_s` seconds; `get` then brings the frames."""
+        assert isinstance(chain.namespace, bytes)
+        return self.catalogue.match(chain.namespace, chain, pin_s, deadline_s=self.left_s())
+
+    def unpin(self, pin: int, generation: int) -> None:
+        """A plan is not needed any more. Raises nothing: pins end by themselves, too."""
+        try:
+            self.catalogue.unpin(pin, generation, deadline_s=self.left_s())
+        except TieredCacheError as error:
+            _log.info("%s: a pin was not given back: %s", self.name, error.message)
+
+    def report_bad(self, key: FrameKey, why: str) -> None:
+        """A reader could not use a frame from here: the catalogue looks, and sets it aside. Raises nothing."""
+        try:
+            self.catalogue.report_bad(key, why, deadline_s=self.left_s())
+        except TieredCacheError as error:  # its next reader will find and report it again
+            _log.warning("%s: a bad frame could not be reported: %s", self.name, error.message)
 
     def get(self, keys: Sequence[FrameKey], known: Namespace) -> Sequence[GetAnswer]:
         """Stored bytes; the catalogue is told what is not there."""

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from tiered_cache.engines.base import FrameName, HostArray
 from tiered_cache.errors import IdentityError, MissReason, StateError, TieredCacheError
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import FrameKey, Identity
+from tiered_cache.index import Chain, KnownChain
 from tiered_cache.level import key_of
 from tiered_cache.policy.base import Hints
 from tiered_cache.service.messages import (
@@ -43,6 +45,8 @@ EXPORT_BYTES_MAX = 256 << 20
 """How many raw bytes of a spill are here at once, and one call to an owner brings; a larger one comes in several."""
 DISCARD_S = 2.0
 """How long the catalogue may take to let go of what a failed suspension has left in the store."""
+
+_NO_TOKENS = Prompt(np.empty(0, np.uint32))
 
 
 class TieringService:
@@ -70,18 +74,28 @@ class TieringService:
         with self._until(deadline_s):
             return self.cache.register(identity, geometry)
 
-    def match(self, namespace: bytes, prompt: Prompt, pin_s: float, *, deadline_s: float) -> MatchReply:
-        """The longest proper prefix of the prompt that this node can restore, pinned for `pin_s` seconds."""
-        checked(prompt, Prompt)
+    def match(self, namespace: bytes, prompt: Prompt | KnownChain, pin_s: float, *, deadline_s: float) -> MatchReply:
+        """The longest proper prefix of the prompt that this node can restore, pinned for `pin_s` seconds.
+
+        An engine that names its prefixes by hashes of its own gives these instead of tokens. Raises `IdentityError`
+        for hashes that cannot be a prefix of this namespace.
+        """
+        checked(prompt, KnownChain if isinstance(prompt, KnownChain) else Prompt)
         pin_s, geometry = duration_s(pin_s, "pin_s"), self.cache.geometry_of(namespace)
         if geometry is None:
             return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
-        chain = prompt.chain(namespace, geometry.block_tokens)
+        chain: Chain
+        if isinstance(prompt, KnownChain):
+            prompt.check(namespace, geometry.block_tokens)
+            chain, asked = prompt, _NO_TOKENS
+        else:
+            chain, asked = prompt.chain(namespace, geometry.block_tokens), prompt
         with self._until(deadline_s):
-            found = self.cache.match(chain, prompt.hints, session=prompt.session, pin_s=pin_s, now_s=prompt.now_s)
+            found = self.cache.match(chain, asked.hints, session=asked.session, pin_s=pin_s, now_s=asked.now_s)
         plan = None if found.hit is None else self._plan(found.hit)
         tier, size = (found.hit.tier, found.hit.bytes_stored) if found.hit else ("", 0)
-        return MatchReply(plan, found.reason, found.take_at, found.request, tuple(chain.block_hashes()), tier, size)
+        hashes: Any = tuple(chain.block_hash(number) for number in range(chain.blocks + 1))
+        return MatchReply(plan, found.reason, found.take_at, found.request, hashes, tier, size)
 
     def fetch(self, frames: tuple[PlannedFrame, ...], bytes_max: int, *, deadline_s: float) -> list[Bytes | MissReason]:
         """The stored bytes of the first of these frames, up to `bytes_max`, or why one is not there."""

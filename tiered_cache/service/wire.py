@@ -35,8 +35,8 @@ def _check_of(kind: Any) -> _Check:
         return _any_of(kind, inner)
     if origin is tuple:
         return _tuple_of(kind, inner)
-    if origin in {dict, Mapping}:
-        return _dict_of(*map(_check_of, inner))
+    if origin in {dict, Mapping, frozenset}:
+        return (_set_of if origin is frozenset else _dict_of)(*map(_check_of, inner))
     if origin is np.ndarray:
         (scalar,) = typing.get_args(inner[1])
         return _array_of(scalar)
@@ -94,6 +94,16 @@ def _dict_of(key: _Check, item: _Check) -> _Check:
         for name, each in value.items():
             key(name, f"a key of {where}")
             item(each, f"{where}[{name!r}]")
+
+    return check
+
+
+def _set_of(item: _Check) -> _Check:
+    def check(value: object, where: str) -> None:
+        if not isinstance(value, frozenset):
+            raise StateError(f"{where} is {type(value).__name__}, not a frozenset")
+        for each in value:
+            item(each, f"an item of {where}")
 
     return check
 

@@ -38,13 +38,16 @@ class VllmSettings:
 
     tiers: TierSettings
     durability: Durability
-    """What a block has reached before it counts as kept."""
+    """What a block has reached before it counts as kept: the object store if there is one, else the disk.
+
+    With a store and `disk` here, the store gets what the disk has no room for.
+    """
     salt: bytes = b""
     """The server's secret for one tenant: engines with other salts share nothing."""
     load_deadline_s: float = 10.0
     """After so long a load has failed, and vLLM computes."""
     search_deadline_s: float = 1.0
-    """How long a prompt may wait for whether other engines have left more of it in a shared directory."""
+    """How long a prompt may wait for whether other engines have left more of it in a shared directory or the store."""
     store_deadline_s: float = 10.0
     """After so long vLLM's buffer is given back, whether or not a block was taken from it."""
     keep_deadline_s: float = 60.0
@@ -60,6 +63,10 @@ class VllmSettings:
     weights_are_fixed: bool = False
     """Go on after vLLM's caches were reset, as they are when weights are updated in place."""
     digest_cache: Path | None = None
+    ray_address: str = "auto"
+    """Where the cluster is whose engines share `object_url`."""
+    cluster: str = "vllm"
+    """The name of its catalogue there: one for all engines with the same `object_url`, and for these alone."""
 
     @staticmethod
     def from_document(document: Mapping[str, object]) -> VllmSettings:
@@ -85,8 +92,6 @@ class VllmSettings:
             if "disk_sync" in tiers:
                 tiers["disk_sync"] = SyncPolicy(tiers["disk_sync"])
             checked = TierSettings(**tiers)  # type: ignore[arg-type]
-            if checked.object_url is not None:
-                raise ConfigError("tiered_cache: object_url is for clusters with a catalogue, which vLLM does not ask")
             own.setdefault("durability", _default_durability(checked).name.lower())
             own["durability"] = Durability[str(own["durability"]).upper()]
             own["salt"] = str(own.get("salt", "")).encode()
@@ -101,7 +106,11 @@ class VllmSettings:
         return settings
 
     def check(self) -> None:
-        """Raise `ConfigError` for a duration that is none."""
+        """Raise `ConfigError` for a duration that is none, and for a place where nothing can be kept, or shared."""
+        if (self.tiers.object_url or "").startswith("memory:"):
+            raise ConfigError(f"object_url {self.tiers.object_url} is another store in each process, not one for all")
+        if self.durability > _default_durability(self.tiers):
+            raise ConfigError(f"tiered_cache: durability {self.durability.name.lower()}: there is no such tier")
         for name in ("load", "search", "store", "keep", "start", "close"):
             name += "_deadline_s"  # noqa: PLW2901
             if not 0 < getattr(self, name) <= 3600:
@@ -109,6 +118,8 @@ class VllmSettings:
 
 
 def _default_durability(tiers: TierSettings) -> Durability:
+    if tiers.object_url is not None:
+        return Durability.OBJECT
     return Durability.HOST if tiers.disk_dir is None else Durability.DISK
 
 

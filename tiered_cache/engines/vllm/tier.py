@@ -3,7 +3,11 @@
 Everything here is called from vLLM's scheduler and returns at once: look-ups read a plan that was made from the index
 in memory, transfers run in threads of our own. A transfer ends in time, whatever the disk does: past its deadline it is
 reported as failed, and its thread does not touch vLLM's buffer any more. After a missed deadline nothing is looked up
-for a while. A load that failed ends in a shorter hit, or in none, and vLLM computes the rest.
+for a while; if it was the object store's, that alone is left alone. A load that failed ends in a shorter hit, or in
+none, and vLLM computes the rest.
+
+The catalogue of the object store is an actor. This process does not join Ray, which would end it with the cluster's
+head: it has a `Bridge`, and goes on with its own tiers while that is down.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -40,11 +45,14 @@ from tiered_cache.engines.vllm.settings import VllmSettings
 from tiered_cache.engines.vllm.workers import TimedJob
 from tiered_cache.errors import DeadlineError, MissReason
 from tiered_cache.executors import DaemonExecutor
-from tiered_cache.service.build import build_cache
+from tiered_cache.service.bridge import Bridge, Hello
+from tiered_cache.service.build import ObjectPlace, build_cache
+from tiered_cache.tiers.base import Durability
 
 METRIC = "vllm:tiered_cache_events"
 """A Prometheus counter; its label `event` is the name of one of our counters."""
 LOAD_THREADS = 2
+_OF_START = 0.5  # of the start's time may be waited for the catalogue
 _IN_TIME = 0.9  # of a job's time is the tiers', so that it can say itself that it has failed
 _log = logging.getLogger(__name__)
 
@@ -58,8 +66,8 @@ class _Request:
         self.plan: Plan | None = None
         self.planned_tokens = 0
         self.searched = False
-        self.search: Future[bool] | None = None
-        """For what other processes have put into a shared directory."""
+        self.search: Future[Plan | None] | None = None
+        """For what others have put into a shared directory or the object store."""
         self.search_until_s = 0.0
         self.tokens_max: int | None = None
         """What a failed load has shown not to be there."""
@@ -87,8 +95,8 @@ class TieredCacheTier(SecondaryTierManager):
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._jobs: dict[int, TimedJob] = {}
         self._rests_until_s = 0.0
-        self._loading: dict[int, tuple[str, int]] = {}
-        """Load -> the request, and the least end of a chunk."""
+        self._loading: dict[int, tuple[str, int, bool]] = {}
+        """Load -> the request, the least end of a chunk, and whether the plan is the catalogue's."""
         self._failed_ends: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._counters: Counter[str] = Counter()
@@ -96,7 +104,9 @@ class TieredCacheTier(SecondaryTierManager):
         self._was_reset = False
         self._loads = DaemonExecutor(LOAD_THREADS, "tiered-cache-load")
         self._searches = DaemonExecutor(1, "tiered-cache-search")
-        self._no_search_until_s = 0.0 if self.settings.tiers.disk_dir is not None else math.inf
+        tiers = self.settings.tiers
+        self._no_search_until_s = math.inf if tiers.disk_dir is None and tiers.object_url is None else 0.0
+        self._bridge: Bridge | None = None
         self._copies = DaemonExecutor(1, "tiered-cache-copy")
         self._keeps = DaemonExecutor(1, "tiered-cache-keep")
         self._encoders = DaemonExecutor(self.settings.tiers.executor_threads, "tiered-cache-encode")
@@ -114,15 +124,33 @@ class TieredCacheTier(SecondaryTierManager):
             raise
 
     def _open(self, engine: Building, layout: PageLayout) -> PageStore:
-        settings = self.settings
-        identity = identity_of(engine.vllm_config, settings.salt, settings.digest_cache)
-        cache = build_cache(settings.tiers, self._encoders, clock=time.monotonic)
+        settings, tiers, shared = self.settings, self.settings.tiers, None
+        place = ObjectPlace(tiers) if tiers.object_url is not None else None
+        if place is not None:  # it is joined while the weights are read
+            self._bridge = Bridge(Hello(_ray_address(settings.ray_address), settings.cluster, tiers))
+            # a directory is a store of several nodes only if it is none of theirs: blocks go there as into any
+            shared = place.shared(self._bridge, durability=Durability.OBJECT)
         try:
-            return PageStore(
-                cache, identity, layout, durability=settings.durability, held_bytes_max=settings.held_bytes
-            )
+            identity = identity_of(engine.vllm_config, settings.salt, settings.digest_cache)
+            if self._bridge is not None and not self._bridge.wait(settings.start_deadline_s * _OF_START):
+                _log.warning("tiered-cache: the object store's catalogue is not in reach; vLLM goes on until it is")
+            cache = build_cache(tiers, self._encoders, shared=shared, clock=time.monotonic)
+            try:
+                return PageStore(
+                    cache,
+                    identity,
+                    layout,
+                    durability=settings.durability,
+                    held_bytes_max=settings.held_bytes,
+                    shared=shared,
+                    otherwise=_own_durability(settings),
+                )
+            except BaseException:
+                cache.close()
+                raise
         except BaseException:
-            cache.close()
+            if self._bridge is not None:
+                self._bridge.close()
             raise
 
     @property
@@ -145,9 +173,13 @@ class TieredCacheTier(SecondaryTierManager):
             return store
         return None
 
-    def _missed_deadline(self) -> None:
+    def _missed_deadline(self, *, of_store: bool = False) -> None:
         """Whoever asks next would wait as long: nobody does, for a while."""
-        self._rests_until_s = time.monotonic() + self.settings.rest_s
+        until_s = time.monotonic() + self.settings.rest_s
+        if of_store:
+            self._no_search_until_s = until_s
+        else:
+            self._rests_until_s = until_s
 
     # Requests
 
@@ -161,12 +193,8 @@ class TieredCacheTier(SecondaryTierManager):
         if known is None:
             return
         tokens: int = request.num_tokens
-        if known.search is not None:
-            found = self._found(known)
-            if found is None:
-                return
-            if found:
-                self._end_plan(known)
+        if known.search is not None and not self._searched(known):
+            return
         if known.plan is not None and known.planned_tokens == tokens:
             return
         self._end_plan(known)
@@ -184,38 +212,70 @@ class TieredCacheTier(SecondaryTierManager):
         known.plan = store.match(request.block_hashes, limit, self.settings.load_deadline_s)
         known.progress.request = known.plan.request
         known.progress.known_tokens = max(known.progress.known_tokens, known.plan.tokens)
-        if not known.searched and known.tokens_max is None and time.monotonic() >= self._no_search_until_s:
+        if not known.searched and time.monotonic() >= self._no_search_until_s:
             known.searched = True
             if (limit - 1) // store.layout.block_tokens * store.layout.block_tokens > known.plan.tokens:
                 known.search_until_s = time.monotonic() + self.settings.search_deadline_s
-                known.search = self._searches.submit(self._search, store, list(request.block_hashes), limit - 1)
+                known.search = self._searches.submit(
+                    self._search, store, list(request.block_hashes), limit, known.plan.tokens
+                )
 
-    def _search(self, store: PageStore, block_hashes: Sequence[bytes], tokens: int) -> bool:
+    def _search(self, store: PageStore, block_hashes: Sequence[bytes], tokens: int, known_tokens: int) -> Plan | None:
         with until(Deadline.after(self.settings.search_deadline_s)):
-            return store.find(block_hashes, tokens)
+            pin_s = self.settings.search_deadline_s + self.settings.load_deadline_s
+            return store.search(block_hashes, tokens, known_tokens, pin_s)
 
-    def _found(self, known: _Request) -> bool | None:
-        """What has come of a request's search: more than was known, or nothing; None while there is time to wait."""
-        assert known.search is not None
-        if not known.search.done():
+    def _searched(self, known: _Request) -> bool:
+        """Whether a request's search is over; if it has found more than was known, that is the request's plan now."""
+        search = known.search
+        assert search is not None
+        if not search.done():
             if time.monotonic() < known.search_until_s:
-                return None
+                return False
             self._count("searches.deadline")
             self._no_search_until_s = time.monotonic() + self.settings.rest_s
-            known.search.cancel()
-            known.search = None
-            return False
-        error = known.search.exception()
-        found = error is None and known.search.result()
+            self._end_search(known)
+            return True
         known.search = None
-        self._count("searches.failed" if error is not None else "searches.found" if found else "searches.empty")
-        return found
+        error = search.exception()
+        plan = search.result() if error is None else None
+        self._count("searches.failed" if error is not None else "searches.found" if plan else "searches.empty")
+        if plan is not None:
+            self._end_plan(known)
+            known.plan = plan
+            if not plan.is_shared:
+                known.progress.request = plan.request
+                known.progress.known_tokens = max(known.progress.known_tokens, plan.tokens)
+        return True
+
+    def _end_search(self, known: _Request) -> None:
+        """Nobody waits for a search any more: what it still finds is let go of."""
+        search, known.search = known.search, None
+        if search is not None and not search.cancel():
+            search.add_done_callback(self._drop)
+
+    def _drop(self, search: Future[Plan | None]) -> None:
+        if not search.cancelled() and search.exception() is None:
+            self._end(search.result())
 
     def _end_plan(self, known: _Request) -> None:
+        self._end_search(known)
+        plan, known.plan = known.plan, None
+        self._end(plan)
+
+    def _end(self, plan: Plan | None) -> None:
         store = self.store
-        if known.plan is not None and known.plan.pin is not None and store is not None:
-            store.cache.unpin(known.plan.pin)
-        known.plan = None
+        if plan is None or plan.pin is None or store is None:
+            return
+        if plan.is_shared:
+            with suppress(RuntimeError):  # closed; the pin ends by itself
+                self._searches.submit(self._end_shared, store, plan)
+        else:
+            store.end(plan)
+
+    def _end_shared(self, store: PageStore, plan: Plan) -> None:
+        with until(Deadline.after(self.settings.search_deadline_s)):
+            store.end(plan)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """All of a request's blocks are offered, those that vLLM has at hand, too: what is kept has no gaps."""
@@ -257,12 +317,13 @@ class TieredCacheTier(SecondaryTierManager):
         places = [plan.places[key] for key in keys]
         rows = [int(chunk) for chunk in job_metadata.chunk_ids]
         self._count("loads")
-        self._loading[job.number] = (job_metadata.req_context.req_id, min(place.chunk[1] for place in places))
-        self._loads.submit(self._load, job, store, keys, places, rows, job_metadata.req_context.req_id)
+        req_id = job_metadata.req_context.req_id
+        self._loading[job.number] = (req_id, min(place.chunk[1] for place in places), plan.is_shared)
+        self._loads.submit(self._load, job, store, keys, places, rows, req_id, plan.is_shared)
 
     def _load(
         self, job: TimedJob, store: PageStore, keys: Sequence[bytes], places: Sequence[Place], rows: Sequence[int],
-        req_id: str,
+        req_id: str, is_shared: bool,
     ) -> None:  # fmt: skip
         begun_s, loaded, bytes_ = time.monotonic(), [], 0
         failed_end: int | None = None
@@ -274,7 +335,7 @@ class TieredCacheTier(SecondaryTierManager):
                             return
                         self._count(f"loads.failed.{page}")
                         if page is MissReason.DEADLINE:
-                            self._missed_deadline()
+                            self._missed_deadline(of_store=is_shared)
                         end = places[number].chunk[1]
                         failed_end = end if failed_end is None else min(failed_end, end)
                         continue
@@ -289,7 +350,7 @@ class TieredCacheTier(SecondaryTierManager):
             if job.given_up:
                 return
             if late:
-                self._missed_deadline()
+                self._missed_deadline(of_store=is_shared)
             else:
                 _log.exception("tiered-cache: a load failed")
             self._count(f"loads.failed.{MissReason.DEADLINE if late else 'error'}")
@@ -362,11 +423,12 @@ class TieredCacheTier(SecondaryTierManager):
         now_s = time.monotonic()
         for job in [job for job in self._jobs.values() if job.until_s < now_s]:
             if job.give_up(wait=False):
-                self._count(f"{'loads' if job.number in self._loading else 'stores'}.failed.{MissReason.DEADLINE}")
-                self._missed_deadline()
+                req_id, end, is_shared = self._loading.get(job.number, ("", 0, False))
+                self._count(f"{'loads' if req_id else 'stores'}.failed.{MissReason.DEADLINE}")
+                self._missed_deadline(of_store=is_shared)
                 self._results.put(JobResult(job.number, success=False))
-                if job.number in self._loading:
-                    self._shorten(*self._loading[job.number])
+                if req_id:
+                    self._shorten(req_id, end)
         with suppress(queue.Empty):
             while True:
                 req_id, end = self._failed_ends.get_nowait()
@@ -385,6 +447,7 @@ class TieredCacheTier(SecondaryTierManager):
         if known is not None:
             known.tokens_max = end if known.tokens_max is None else min(known.tokens_max, end)
             known.progress.known_tokens = 0
+            known.searched = known.plan is None or not known.plan.is_shared
             self._end_plan(known)
 
     def drain_jobs(self) -> None:
@@ -415,6 +478,8 @@ class TieredCacheTier(SecondaryTierManager):
         elif self.store is not None:
             _log.info("tiered-cache: %s", self.counters())
             self.store.cache.close()
+        if self._bridge is not None:
+            self._bridge.close()
 
     def _close_threads(self) -> None:
         for executor in (self._loads, self._searches, self._copies, self._keeps, self._encoders):
@@ -423,11 +488,18 @@ class TieredCacheTier(SecondaryTierManager):
     # Figures
 
     def counters(self) -> dict[str, int]:
-        """The cache's, the store's, and our own `loads`, `loads.failed.*`, `stores.*`, `searches.*`, `refused.*`."""
-        store = self.store
+        """The cache's, the store's, the bridge's, and our own.
+
+        These are `loads`, `loads.failed.*`, `stores.*`, `searches.*`, `refused.*`.
+        """
+        store, bridge = self.store, self._bridge
         with self._lock:
             own = dict(self._counters)
-        return {**(store.counters() if store is not None else {}), **own}
+        return {
+            **(store.counters() if store is not None else {}),
+            **(bridge.counters() if bridge is not None else {}),
+            **own,
+        }
 
     def _count(self, what: str, number: int = 1) -> None:
         with self._lock:
@@ -447,3 +519,20 @@ class TieredCacheTier(SecondaryTierManager):
             stats.increase_counter(METRIC, number, (event,))
         self._shown = now
         return stats
+
+
+def _own_durability(settings: VllmSettings) -> Durability | None:
+    """Where blocks are kept that cannot reach the object store now."""
+    if settings.durability is not Durability.OBJECT:
+        return None
+    if settings.tiers.disk_dir is not None:
+        return Durability.DISK
+    return Durability.HOST if settings.tiers.host_bytes else None
+
+
+def _ray_address(address: str) -> str:
+    """Where Ray is, if this process, for its workers, has joined it already: `auto` is for those that have not."""
+    ray: Any = sys.modules.get("ray")
+    if address == "auto" and ray is not None and ray.is_initialized():
+        return str(ray.get_runtime_context().gcs_address)
+    return address
