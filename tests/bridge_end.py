@@ -41,7 +41,9 @@ def main() -> None:
         been.touch()
         error = TierError("no Ray", retryable=True)
     slow: Any = Slow()
-    catalogue = slow if hello.cluster == "slow" else ObjectPlace(hello.tiers).catalogue(ThreadPoolExecutor(2))
+    catalogue = (
+        slow if hello.cluster == "slow" else ObjectPlace(hello.tiers).catalogue(ThreadPoolExecutor(2), cluster="test")
+    )
     serving = Serving(connection, catalogue)
     serving.send(Answer(0, None, error))
     with suppress(EOFError):

@@ -128,7 +128,7 @@ class Near:
     def __init__(self, hello: Hello) -> None:
         url = hello.tiers.object_url
         if url not in self.catalogues:
-            self.catalogues[url] = ObjectPlace(hello.tiers).catalogue(DaemonExecutor(2, "catalogue"))
+            self.catalogues[url] = ObjectPlace(hello.tiers).catalogue(DaemonExecutor(2, "catalogue"), cluster="test")
         self.catalogue = self.catalogues[url]
 
     def __getattr__(self, method: str) -> Any:

@@ -192,9 +192,7 @@ class Bridge:
             raise TierError(f"the catalogue's {method} answered with {type(answer).__name__}, not {kind.__name__}")
         return answer
 
-    def _send(
-        self, number: int, method: str, args: tuple[Any, ...], deadline_s: float, **options: Any
-    ) -> Future[Any]:
+    def _send(self, number: int, method: str, args: tuple[Any, ...], deadline_s: float, **options: Any) -> Future[Any]:
         """Raises `TierError` if the catalogue is out of reach."""
         future: Future[Any] = Future()
         with self._lock:
