@@ -275,7 +275,7 @@ class Bridge:
     def _let_go(self, why: str, refused: ConfigError | None = None) -> None:
         """Whoever waits for an answer has none."""
         with self._lock:
-            if self._outbox is not None:
+            if self._outbox is not None and not self._closed.is_set():
                 self._counters["lost"] += 1
             if refused is not None:
                 self._counters["refused"] += 1
