@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from actors.inline import in_local_mode
 from actors.metrics import ActorMetrics
 from actors.names import ClusterName
+from actors.session import session_file
 from tiered_cache.cache import PlannedFrame
 from tiered_cache.config import TierSettings
 from tiered_cache.deadline import Deadline, until
@@ -32,7 +33,8 @@ class TieringActor:
         catalogue = cluster.catalogue() if settings.object_url is not None else None
         shared = ObjectPlace(settings).shared(catalogue) if catalogue else None
         ahead = None if in_local_mode() else DaemonExecutor(1, "ahead")
-        self.cache = build_cache(settings, executor, ahead=ahead, shared=shared, clock=time.monotonic)
+        witness = session_file(f"{cluster.name}-{node}.names")
+        self.cache = build_cache(settings, executor, ahead=ahead, shared=shared, witness=witness, clock=time.monotonic)
         self.tiering = TieringService(self.cache, node=node, owners=cluster.owner, catalogue=catalogue)
         self._metrics = ActorMetrics(cluster.name, self._samples)
 

@@ -453,6 +453,15 @@ class TieredCache:
             known = self._state.namespaces.get(namespace)
         return known.geometry if known else None
 
+    def why_unknown(self, namespace: bytes) -> MissReason:
+        """Why nothing is served of a namespace that is not known here: it never was, or what there was has died.
+
+        Until it is made known again nobody can tell of a prompt whether it was among what was lost.
+        """
+        with self._lock:
+            mourned = any(namespace in level.mourned for level in self._levels)
+        return MissReason.LOST if mourned else MissReason.NAMESPACE
+
     def differences(self, identity: Identity, geometry: Geometry) -> list[str]:
         """For each namespace there is, what makes it another than that of this identity and geometry."""
         wanted = Namespace.of(identity, geometry)
@@ -1544,13 +1553,15 @@ class TieredCache:
 
         To be called once, before anything else. Files that are no frames, and frames of namespaces without a sound
         descriptor, are left alone and counted. Rows that no checkpoint needs, the rest of a spill that was cut off,
-        are deleted; so is what a smaller budget than before has no room for, as the policy chooses. Raises
+        are deleted; so is what a smaller budget than before has no room for, as the policy chooses. What died with an
+        earlier process's memory, and is in no tier, is missed as lost from now on, as far as it is known. Raises
         `TierError` if a tier cannot be listed; with `later`, what it holds is found as soon as it can be, by a spill
         or while copies are made ahead, and is used no sooner.
         """
         found = 0
         for level in self._levels:
             if level.tier.durability is Durability.HOST:
+                level.mourn()
                 continue
             try:
                 found += self._find(level)

@@ -274,6 +274,12 @@ class PrefixIndex:
             self._remember(name.prefix, reason)
         return True
 
+    def mourn(self, name: Name) -> None:
+        """A frame was lost that was held before this index was: if no tier has it, that is why."""
+        frame = self._tree.find(name)
+        if (frame is None or not frame.held) and name.group != TICKET:
+            self._remember(name.prefix, RemovalReason.LOST)
+
     def drop(self, prefix: PrefixId, tier: str, reason: RemovalReason) -> list[FrameName]:
         """Remove a checkpoint from a tier, with all that only it needs there; returns the frames to delete, in order.
 

@@ -221,6 +221,8 @@ class Level:
         """What it charges for those that are on their way in or out."""
         self._described: set[bytes] = set()  # namespaces whose descriptor is there
         self._strange: set[bytes] = set()  # namespaces of which there are frames and no sound descriptor
+        self.mourned: set[bytes] = set()
+        """Namespaces of which there were frames that died with an earlier process."""
 
     @property
     def view(self) -> TierView:
@@ -850,6 +852,17 @@ class Level:
         if not isinstance(answer, memoryview):
             raise answer
         return read_descriptor(bytes(answer), namespace)
+
+    def mourn(self) -> None:
+        """What an earlier process had here and took with it was found, so to speak, and is lost."""
+        with self._state.lock:
+            for entry in self.tier.lost():
+                with suppress(IdentityError):
+                    key = FrameKey.parse(entry.path)
+                    self._index.mourn(plain_name(key))
+                    self.mourned.add(key.namespace)
+                    for how in ("found", "lost"):
+                        self._book(how, 1, entry.bytes)
 
     def adopt(self, only: Namespace | None = None) -> int:
         """List what the tier holds and is not listed, of one namespace or of all, by names alone; how many frames.

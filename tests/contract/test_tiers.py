@@ -9,11 +9,18 @@ from tiered_cache.testing.tier_suite import TierTests
 from tiered_cache.tiers.base import Tier
 from tiered_cache.tiers.disk import DiskTier, SyncPolicy
 from tiered_cache.tiers.host import HostTier
+from tiered_cache.tiers.witness import Witness, WitnessedTier
 
 
 class TestHostTier(TierTests):
     def make_tier(self, directory: Path, bytes_max: int) -> Tier:
         return HostTier(bytes_max)
+
+
+class TestWitnessedHostTier(TierTests):
+    def make_tier(self, directory: Path, bytes_max: int) -> Tier:
+        directory.mkdir(exist_ok=True)
+        return WitnessedTier(HostTier(bytes_max), Witness(directory / "names"))
 
 
 class TestDiskTier(TierTests):

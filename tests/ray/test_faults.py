@@ -191,7 +191,11 @@ def test_a_tiering_actor_that_dies_takes_what_was_in_memory_alone(start: Start, 
     assert found.placement.restored_tokens == 100
     assert found.mark == never_moved(MODEL, longer)
     lost = compute(cluster, np.concatenate([in_memory, some_tokens(5, seed=3)]))
-    assert lost.placement.restored is None
+    assert (lost.placement.restored, lost.placement.reason) == (None, MissReason.LOST)
+    never = compute(cluster, some_tokens(60, seed=9))
+    assert (never.placement.restored, never.placement.reason) == (None, MissReason.NOT_STORED)
+    counters: dict[str, int] = cluster.tierings[node].call(dict, "counters", deadline_s=DEADLINE_S)
+    assert counters["frames.host.lost"] == counters["frames.host.found"] > 0
     assert cluster.router.resume(ticket, 100, deadline_s=DEADLINE_S).mark == served.mark
     for _ in range(2):
         with pytest.raises(StaleError, match="used before"):
@@ -207,7 +211,7 @@ def test_without_a_disk_it_comes_back_empty_and_learns_what_it_serves(start: Sta
     restart(cluster.tierings[node])
     longer = np.concatenate([some_tokens(100), some_tokens(5, seed=3)])
     miss = compute(cluster, longer)
-    assert (miss.placement.restored, miss.placement.reason) == (None, MissReason.NAMESPACE)
+    assert (miss.placement.restored, miss.placement.reason) == (None, MissReason.LOST)
     kept = cluster.tierings[node].spill(held.run.offer, HOST, Hints(), None, deadline_s=DEADLINE_S).kept
     assert [checkpoint.tokens for checkpoint in kept] == [60]
     again = serve(cluster, np.concatenate([some_tokens(60, seed=1), some_tokens(5, seed=3)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -28,7 +29,10 @@ from tiered_cache.tiers.base import Durability, Tier
 from tiered_cache.tiers.disk import DiskTier
 from tiered_cache.tiers.host import HostTier
 from tiered_cache.tiers.object_budget import GrantedBudget, LocalBudget, ObjectBudget
+from tiered_cache.tiers.witness import Witness, WitnessedTier
 from tiered_cache.tiers.wrappers import BreakerTier, DeadlineTier, MeteredTier
+
+_log = logging.getLogger(__name__)
 
 CALLS_MAX = 8
 """How many calls of one slow tier are under way at once, and so how many threads it can hold up; see `_in_time`."""
@@ -47,18 +51,21 @@ def build_cache(
     *,
     ahead: Executor | None = None,
     shared: SharedStore | None = None,
+    witness: Path | None = None,
     clock: Clock,
 ) -> TieredCache:
     """A node's own tiers, with what they hold found again, and the cluster's object store below them, if there is one.
 
     `executor` encodes, `ahead` copies to the tier below ahead of need; without it, that is done when it is needed.
+    `witness` is a file that tells the next process on this node what was in memory, should this one die.
     Raises `ConfigError` for a place that can never serve.
     """
     if settings.object_url is not None and shared is None:
         raise ConfigError(f"object_url {settings.object_url}: a store is used through its catalogue, and there is none")
     slots = []
     if settings.host_bytes:
-        slots.append(TierSlot(HostTier(settings.host_bytes), build_policy(settings.policy, settings.seed)))
+        host = HostTier(settings.host_bytes)
+        slots.append(TierSlot(_witnessed(host, witness), build_policy(settings.policy, settings.seed)))
     if settings.disk_dir is not None:
         place = DiskTier(settings.disk_dir, settings.disk_bytes, sync=settings.disk_sync)
         disk = MeteredTier(_in_time(place, DISK_DEADLINE_S))
@@ -68,6 +75,17 @@ def build_cache(
     cache = TieredCache(slots, executor, ahead=ahead, shared=shared, in_flight_bytes=bytes_max, clock=clock)
     cache.recover(later=True)
     return cache
+
+
+def _witnessed(tier: Tier, witness: Path | None) -> Tier:
+    """Without its witness a tier is as good, only its loss is not known."""
+    if witness is None:
+        return tier
+    try:
+        return WitnessedTier(tier, Witness(witness))
+    except TierError as error:
+        _log.warning("tier %s: should it be lost, that will not be known: %s", tier.name, error.message)
+        return tier
 
 
 class ObjectPlace:

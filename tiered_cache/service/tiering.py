@@ -83,7 +83,7 @@ class TieringService:
         checked(prompt, KnownChain if isinstance(prompt, KnownChain) else Prompt)
         pin_s, geometry = duration_s(pin_s, "pin_s"), self.cache.geometry_of(namespace)
         if geometry is None:
-            return MatchReply(None, MissReason.NAMESPACE, (), 0, ())
+            return MatchReply(None, self.cache.why_unknown(namespace), (), 0, ())
         chain: Chain
         if isinstance(prompt, KnownChain):
             prompt.check(namespace, geometry.block_tokens)

@@ -280,6 +280,10 @@ class Tier(ABC):
     @abstractmethod
     def usage(self) -> TierUsage: ...
 
+    def lost(self) -> Sequence[TierEntry]:
+        """What was here when an earlier process died, and died with it, as far as that is known; footprints."""
+        return ()
+
     def is_shared(self) -> bool:
         """Whether another process that is alive has the place open: what it is putting may be half there."""
         return False

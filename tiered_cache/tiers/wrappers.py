@@ -100,6 +100,9 @@ class WrappedTier(Tier):
     def usage(self) -> TierUsage:
         return self.around("usage", self.inner.usage)
 
+    def lost(self) -> Sequence[TierEntry]:
+        return self.inner.lost()
+
     def is_shared(self) -> bool:
         return self.around("is_shared", self.inner.is_shared)
 
