@@ -135,6 +135,38 @@ def test_parity_with_the_published_figures(
     assert low <= 100 * result.hit_rate <= high
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the shared traces are not here")
+@pytest.mark.parametrize(
+    ("trace", "capacity_gb", "share"),
+    [
+        ("sharegpt100_sps1_tok", 1, 0.40),
+        ("sharegpt100_sps1_tok", 3, 0.59),
+        ("sharegpt100_sps1_tok", 5, 0.75),
+        ("mooncake_conversation_b512", 57, 0.25),
+        ("mooncake_conversation_b512", 115, 0.29),
+        ("mooncake_conversation_b512", 286, 0.18),
+        ("agentic_A_b64", 33, 0.57),
+        ("agentic_A_b64", 67, 0.55),
+        ("agentic_A_b64", 166, 0.30),
+        ("agentic_A_b64", 333, 0.17),
+    ],
+)
+def test_how_far_the_default_goes_from_lru_to_what_is_feasible(trace: str, capacity_gb: int, share: float) -> None:
+    """The README's table, less two hundredths: `share` of the way that only who knows the future goes to its end."""
+    requests = list(Trace(TRACES / f"{trace}.jsonl.gz"))
+    trace_block_tokens = int(trace.rpartition("_b")[2]) if "_b" in trace else 1
+    block_tokens = 512 if trace_block_tokens > 1 else 1
+    tiers = [TierModel("host", capacity_gb * GB)]
+    lru, default = (
+        simulate(requests, trace_block_tokens, policy, tiers, block_tokens=block_tokens).hit_tokens
+        for policy in ("lru", "default")
+    )
+    (bounds,) = offline_bounds(requests, trace_block_tokens, [capacity_gb * GB], block_tokens=block_tokens)
+    assert default - lru >= share * (bounds.feasible_tokens - lru)
+
+
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the shared traces are not here")
 def test_bounds_are_those_of_the_reference() -> None:
     requests = list(Trace(TRACES / "sharegpt100_sps1_tok.jsonl.gz"))
