@@ -673,6 +673,19 @@ class TieredCache:
             self._end_pins(self._clock())
             return len(self._pins)
 
+    def _leave_elsewhere(self, offer: Offer) -> None:
+        """A computation is suspended in one place: what it has left where this offer's path does not lead is dropped.
+
+        It ran on from there, went back, and took another way.
+        """
+        private = private_checkpoint(offer.namespace, offer.lineage)
+        with self._lock:
+            if not offer.private or not self._index.is_elsewhere(private, offer):
+                return
+            for pin in [pin for of, pin in self._suspended.items() if of.private == private]:
+                self._end_pin(pin)
+            self._left.append(private)
+
     def _drop_left(self) -> None:
         with self._lock:
             if self._is_held():
@@ -825,6 +838,7 @@ class TieredCache:
                 self._shared.left(offer, hints)
             if places or grant.loan is not None:
                 self._find_late()
+                self._leave_elsewhere(offer)
                 self._drop_left()
                 self._drop_expired()
                 if not offer.private:

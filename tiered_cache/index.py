@@ -234,6 +234,14 @@ class PrefixIndex:
         frames = checkpoint.frames.items() if checkpoint else ()
         return [name for name, frame in frames if name.group == TICKET and frame.stored[index] >= 0]
 
+    def is_elsewhere(self, checkpoint: PrefixId, chain: Chain) -> bool:
+        """Whether there is such a checkpoint, and in no block that this chain leads to."""
+        there = self._tree.checkpoints.get(checkpoint)
+        if there is None:
+            return False
+        depth = there.node.depth
+        return depth > chain.blocks or chain.block_hash(depth) != there.node.prefix
+
     def holds(self, name: Name, tier: str) -> bool:
         """Whether a tier has this frame."""
         frame = self._tree.find(name)

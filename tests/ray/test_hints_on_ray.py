@@ -16,7 +16,7 @@ TTL_S = 0.5
 
 
 def test_what_is_pinned_outlives_pressure_and_what_has_expired_says_so(start: Callable[..., RayCluster]) -> None:
-    cluster = start(workers=1, host_bytes=160_000)
+    cluster = start(workers=1, host_bytes=160_000, policy="lru")  # which drops what is unpinned, and refuses nothing
     pinned, brief = some_tokens(100), some_tokens(100, seed=1)
     serve(cluster, pinned, hints=Hints(pin_s=600.0))
     served = serve(cluster, brief, hints=Hints(ttl_s=TTL_S))

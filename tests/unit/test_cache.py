@@ -55,6 +55,7 @@ from tiered_cache.errors import (
 )
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, FrameKey, PrefixChain, Tokens
+from tiered_cache.index import RemovalReason
 from tiered_cache.namespace import Namespace, descriptor_path
 from tiered_cache.policy.base import Hints
 from tiered_cache.policy.lru import LruPolicy
@@ -932,6 +933,23 @@ def test_rows_of_unknown_origin_are_never_taken_for_ones_own() -> None:
         hit = suspend(cache, own)
         assert private_frames(hit) == {("rows", 4), ("rows", 8), ("rows", 12)}
         restore(cache, MIXED, hit, tokens, own=own.offer(private=True))
+
+
+@pytest.mark.parametrize("back_to", [0, 6, 10, 17])
+@pytest.mark.parametrize("geometry", [MIXED, ROWS, WINDOW], ids=["mixed", "rows", "window"])
+def test_a_sequence_that_ran_on_and_went_another_way_leaves_no_dead_rows(geometry: Geometry, back_to: int) -> None:
+    """Its suspension's outcome was not known, so it ran on, went back, and was suspended elsewhere."""
+    tokens = some_tokens(19)
+    with node(open_host(), geometries=[geometry]) as cache:
+        state = State(geometry, tokens)
+        spill(cache, state, private=True)
+        shared = state.chain.prefix_hash(19)
+        cache._levels[0].drop([(shared, RemovalReason.EVICTED)])  # what it has to itself stays
+        assert held(cache, "host")
+        other = State(geometry, np.concatenate([tokens[:back_to], some_tokens(22, seed=1)]))
+        hit = suspend(cache, other)
+        check_books(cache)
+        restore(cache, geometry, hit, other.tokens, own=other.offer(private=True))
 
 
 def test_a_sequence_that_is_suspended_twice_keeps_what_it_was_restored_with() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from costs import instructions
 
-from tiered_cache.errors import CapacityError, DeadlineError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierError
 from tiered_cache.testing.faults import FaultyDirectory, SimulatedCrash
 from tiered_cache.testing.tier_suite import body_of, bytes_of, get, name_of, put
 from tiered_cache.tiers.base import GetRequest, PutItem, PutOutcome, TierUsage
@@ -724,3 +724,23 @@ def test_no_failed_write_loses_what_was_acknowledged_or_keeps_the_tier_from_clos
             assert len(files_in(root / "holders")) == 1
         shutil.rmtree(root)
     assert step > 30
+
+
+@pytest.mark.parametrize("ledger", [b"", bytes(300), b"tc-b", None])
+def test_a_tier_of_which_a_power_cut_has_taken_parts_is_a_tier(tmp_path: Path, ledger: bytes | None) -> None:
+    """Also if something else has been put beside them meanwhile; what is somebody else's `ledger` is not taken."""
+    root = tmp_path / "tier"
+    with DiskTier(root, BUDGET) as tier:
+        put(tier, ("a/b", b"kept"))
+    for part in ("tmp", "spare", "quarantine", "holders"):
+        shutil.rmtree(root / part)
+    if ledger is not None:
+        (root / "ledger").write_bytes(ledger)
+    (root / "notes.txt").write_text("mine")
+    with DiskTier(root, BUDGET) as tier:
+        assert get(tier, "a/b") == b"kept"
+    shutil.rmtree(root / "tmp")
+    (root / "ledger").write_text("precious")
+    with pytest.raises(ConfigError, match="other things"):
+        DiskTier(root, BUDGET)
+    assert (root / "ledger").read_text() == "precious"

@@ -62,7 +62,7 @@ from tiered_cache.tiers.base import (
     reason_slug,
 )
 from tiered_cache.tiers.directory import Directory, Listed
-from tiered_cache.tiers.ledger import ORPHANS, Books, Ledger
+from tiered_cache.tiers.ledger import ORPHANS, Books, Ledger, is_ledger
 
 ENTRY_BYTES = 512
 """Charged for an entry's inode and name, besides its blocks."""
@@ -174,8 +174,8 @@ class DiskTier(Tier):
     def _is_ours(self) -> bool:
         """Whether the directory is a tier's, or holds nothing yet but what file systems put there themselves."""
         names = set(self._directory.names(""))
-        if names.issuperset(_PARTS):
-            return True
+        if names.issuperset(_PARTS) or (names.intersection(_PARTS) and is_ledger(self._directory)):
+            return True  # a power cut may have taken some of them
         return all(name in _PARTS or name.startswith(".") or name == "lost+found" for name in names)
 
     @property

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, fields
 from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierError
 from tiered_cache.tiers.directory import Directory
 
+LEDGER = "ledger"
+"""The file's name."""
 HOLDERS_MAX = 128
 ORPHANS = "-" * 16
 """The holder of what dead processes left, when it was counted and not handed down in their names."""
@@ -75,6 +77,19 @@ class Books:
             self.reserved.pop(holder, None)
 
 
+def is_ledger(directory: Directory) -> bool:
+    """Whether the directory has the file of a `Ledger`, which may be torn: it is never synced."""
+    if LEDGER not in directory.names(""):
+        return False
+    fd = directory.open(LEDGER)
+    try:
+        head = bytearray(len(_MAGIC))
+        head = head[: directory.read(fd, memoryview(head), 0)]
+    finally:
+        directory.close_file(fd)
+    return not any(head) or head == _MAGIC[: len(head)]
+
+
 class Ledger:
     """The shared books of `directory`; `count` makes new ones from what is there, under the ledger's lock.
 
@@ -86,7 +101,7 @@ class Ledger:
         self._count = count
         self._timeout_s = timeout_s
         self._thread_lock = threading.Lock()  # threads of one process share the file's lock
-        self._fd = directory.open_shared("ledger")
+        self._fd = directory.open_shared(LEDGER)
 
     @contextlib.contextmanager
     def transaction(self, *, moves_files: bool = False) -> Iterator[Books]:
@@ -136,7 +151,7 @@ class Ledger:
         """
         page = bytearray(_PAGE_BYTES_MAX)
         got = self._directory.read(self._fd, memoryview(page), 0)
-        fd = self._directory.open_shared("ledger")
+        fd = self._directory.open_shared(LEDGER)
         try:
             self._lock_file(fd, deadline_s)
             if got and not self._directory.bytes_of(fd):
