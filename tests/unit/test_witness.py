@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from spilling import IDENTITY, MIXED, State, match, node, open_disk, open_host, some_tokens, spill
 
-from tiered_cache.errors import MissReason, TierError
+from tiered_cache.errors import CapacityError, MissReason, TierError
 from tiered_cache.testing.tier_suite import name_of, put
-from tiered_cache.tiers.base import Durability
+from tiered_cache.tiers.base import Durability, PutItem
 from tiered_cache.tiers.witness import Witness, WitnessedTier
 
 SLOTS = 5
@@ -142,6 +142,10 @@ def test_only_what_the_tier_holds_is_noted(tmp_path: Path) -> None:
     put(tier, ("a/kept", b"again"))
     tier.delete(["a/deleted"])
     tier.quarantine("a/bad", "flipped")
+    with pytest.raises(CapacityError), tier.reserve([1]) as reservation:
+        tier.put([PutItem("a/large", [bytes(100_000)])], reservation)
+    with pytest.raises(TierError, match="not a path"), tier.reserve([1]) as reservation:
+        tier.put([PutItem("a/kept", [b"1"]), PutItem("../a", [b"1"])], reservation)
     die(witness)
     assert [(entry.path, entry.bytes) for entry in Witness(tmp_path / "names").lost()] == [
         ("a/kept", tier.footprint(1))

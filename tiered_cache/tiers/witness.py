@@ -63,7 +63,7 @@ class Witness:
             return [TierEntry(path, bytes_) for path, (_, bytes_) in self._lost.items()]
 
     def note(self, path: str, footprint: int) -> None:
-        """It is there now."""
+        """It is there now, or will be in a moment."""
         name = path.encode()
         with self._lock:
             slot = self._slot_for(path) if len(name) <= _PATH_BYTES_MAX else None
@@ -133,11 +133,15 @@ class WitnessedTier(WrappedTier):
         return self._witness.lost()
 
     def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
-        outcomes = super().put(items, reservation)
-        for item, outcome in zip(items, outcomes, strict=True):
-            if outcome is PutOutcome.CREATED:
-                self._witness.note(item.path, self.footprint(item.bytes))
-        return outcomes
+        for item in items:  # before it is there: somebody may delete it as soon as it is
+            self._witness.note(item.path, self.footprint(item.bytes))
+        try:
+            return super().put(items, reservation)
+        except BaseException:
+            with suppress(TierError):
+                paths = [item.path for item in items]
+                self._witness.strike(path for path, size in zip(paths, self.stat(paths), strict=True) if size is None)
+            raise
 
     def delete(self, paths: Sequence[str]) -> Sequence[bool]:
         there = super().delete(paths)
