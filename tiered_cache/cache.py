@@ -97,6 +97,8 @@ USAGE_S = 1.0
 """How long a tier may take to say what it holds, to who only wants to know."""
 ENCODE_S = 60.0
 """How long to wait for the executor to encode a batch."""
+FOUND_PIN_S = 3600.0
+"""How long a suspended sequence that a restart has found is kept."""
 USED_MAX = 1 << 16
 """How many tickets that were used are remembered."""
 _REQUEST_TOKENS_MIN = 1 << 10  # a short request is charged as much: what it takes besides its tokens
@@ -412,6 +414,7 @@ class TieredCache:
         self._pins: dict[int, _Pin] = {}
         self._pin_ends: list[tuple[float, int]] = []
         self._suspended: dict[_Suspended, int] = {}  # the pins of suspended sequences
+        self._using: set[_Suspended] = set()
         self._used: OrderedDict[_Suspended, int] = OrderedDict()  # by whom they were resumed, the oldest first
         self._left: list[PrefixId] = []  # private checkpoints whose pin has ended; to be dropped
         self._numbers = itertools.count(1)
@@ -435,6 +438,7 @@ class TieredCache:
                     self._describe(level, known)
                     if level.is_strange(known):
                         level.adopt(known)
+                        self._pin_found(level)
             except TieredCacheError as error:
                 self._count(f"errors.{level.name}.register")
                 _log.warning("tier %s has no descriptor of %s: %s", level.name, known.digest.hex()[:16], error.message)
@@ -596,12 +600,15 @@ class TieredCache:
         """Keep a suspended sequence for `pin_s` seconds from now, whatever was said before; False if it is not here.
 
         Somebody who holds its tickets says so: what fails elsewhere does not let go of it any more. `frames`: all that
-        it is restored from. Raises `IdentityError` for tickets that are none, and `TierError` if it cannot be known.
+        it is restored from. Raises `IdentityError` for tickets that are none, `StaleError` for used ones, and
+        `TierError` if it cannot be known.
         """
         of = _suspended_of(tickets)
         with self._lock:
             self._end_pins(self._clock())
-            if of in self._used or not self._has_tickets(of, tickets):
+            if of in self._used:
+                raise StaleError("the suspended sequence was resumed", tickets[0].path())
+            if not self._has_tickets(of, tickets):
                 return False
             if not all(self._index.locate(key).copies for key in frames):
                 return False
@@ -620,16 +627,27 @@ class TieredCache:
             self._end_pins(self._clock())
             if of in self._used:
                 return self._used[of] == by
-            there = self._has_tickets(of, tickets)
-        if not there:
-            return False
+            if not self._has_tickets(of, tickets):
+                return False
+            if of in self._using:
+                raise TierError("somebody else uses the same ticket just now", retryable=True)
+            self._using.add(of)
+        try:
+            return self._take_tickets(of, by, again_s)
+        finally:
+            with self._lock:
+                self._using.remove(of)
+
+    def _take_tickets(self, of: _Suspended, by: int, again_s: float) -> bool:
+        """Delete them wherever they are."""
+        there = True
         for level in self._levels:
             with self._lock:
                 names = [n for n in self._index.tickets(of.namespace, of.lineage, level.name) if n.prefix == of.prefix]
             there = level.take(names) and there if names else there
         with self._lock:
-            if not there or of in self._used:  # somebody else was faster
-                return self._used.get(of) == by
+            if not there:  # they were dropped meanwhile
+                return False
             self._used[of] = by
             if len(self._used) > USED_MAX:
                 self._used.popitem(last=False)
@@ -682,7 +700,10 @@ class TieredCache:
         with self._lock:
             if not offer.private or not self._index.is_elsewhere(private, offer):
                 return
-            for pin in [pin for of, pin in self._suspended.items() if of.private == private]:
+            pins = [pin for of, pin in self._suspended.items() if of.private == private]
+            if any(self._pins[pin].kept for pin in pins):
+                return  # somebody has its ticket: then this offer is an earlier one, and comes late
+            for pin in pins:
                 self._end_pin(pin)
             self._left.append(private)
 
@@ -1575,7 +1596,6 @@ class TieredCache:
         found = 0
         for level in self._levels:
             if level.tier.durability is Durability.HOST:
-                level.mourn()
                 continue
             try:
                 found += self._find(level)
@@ -1584,6 +1604,8 @@ class TieredCache:
                     raise
                 self._unread[level.name] = self._clock() + FIND_AGAIN_S
                 _log.warning("tier %s: what it holds is not known yet: %s", level.name, error.message)
+        for level in self._levels:  # when it is known what other tiers have
+            level.mourn()
         return found
 
     def _find(self, level: Level) -> int:
@@ -1592,9 +1614,18 @@ class TieredCache:
         except TierError:
             self._count(f"errors.{level.name}.list")
             raise
+        self._pin_found(level)
         if level.tier.usage().bytes_free < 0:
             self._make_room(level, 0)
         return found
+
+    def _pin_found(self, level: Level) -> None:
+        """Keep the suspended sequences that were found in a tier: somebody may have their tickets."""
+        with self._lock:
+            for name in self._index.all_tickets(level.name):
+                of = _Suspended(key_of(name).namespace, name.private, key_of(name).prefix)
+                if of not in self._suspended and of not in self._used and of.private not in self._left:
+                    self._pin_suspended(of, self._clock() + FOUND_PIN_S, kept=True)
 
     def _find_late(self) -> None:
         """Look again at the tiers that could not be listed."""

@@ -234,6 +234,13 @@ class PrefixIndex:
         frames = checkpoint.frames.items() if checkpoint else ()
         return [name for name, frame in frames if name.group == TICKET and frame.stored[index] >= 0]
 
+    def all_tickets(self, tier: str) -> list[FrameName]:
+        """Every suspended sequence's tickets that a tier holds."""
+        index = self._tree.by_name[tier].index
+        suspended = (checkpoint for checkpoint in self._tree.checkpoints.values() if checkpoint.private)
+        frames = (pair for checkpoint in suspended for pair in checkpoint.frames.items())
+        return [name for name, frame in frames if name.group == TICKET and frame.stored[index] >= 0]
+
     def is_elsewhere(self, checkpoint: PrefixId, chain: Chain) -> bool:
         """Whether there is such a checkpoint, and in no block that this chain leads to."""
         there = self._tree.checkpoints.get(checkpoint)
@@ -605,6 +612,9 @@ class PrefixIndex:
             if reason is None and top < chain.blocks:  # or why no rows reach to a checkpoint further on
                 reason = self._removals.get(chain.block_hash(top + 1))
             return found if reason is None or found is not MissReason.NO_CHECKPOINT else _miss(reason)
+        inside = self._removals.get(chain.prefix_hash(tokens_max)) if tokens_max % chain.block_tokens else None
+        if inside is not None:
+            return _miss(inside)
         if top >= chain.blocks:
             return MissReason.NOT_STORED
         node, reason = self._tree.nodes.get(chain.block_hash(top + 1)), self._removals.get(chain.block_hash(top + 1))

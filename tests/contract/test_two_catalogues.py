@@ -22,7 +22,8 @@ from spilling import LINEAGE, NO_HINTS, Clock, some_tokens
 from tiered_cache.cache import Kept
 from tiered_cache.check import check_tier
 from tiered_cache.config import TierSettings
-from tiered_cache.errors import MissReason, StaleError, TakenOverError, TierError
+from tiered_cache.deadline import wait_s
+from tiered_cache.errors import DeadlineError, MissReason, StaleError, TakenOverError, TierError
 from tiered_cache.identity import Tokens
 from tiered_cache.index import RemovalReason
 from tiered_cache.level import Landed
@@ -30,7 +31,7 @@ from tiered_cache.service import catalogue as catalogue_module
 from tiered_cache.service.build import ObjectPlace
 from tiered_cache.service.claim import LOOKS, ClaimName, StoreClaim
 from tiered_cache.service.local import InlineExecutor
-from tiered_cache.service.messages import Prompt
+from tiered_cache.service.messages import Prompt, RestorePlan
 from tiered_cache.testing.object_servers import BUCKET, FaultyS3Server, HttpFault
 from tiered_cache.tiers.base import PutItem
 from tiered_cache.tiers.object_budget import GrantedBudget
@@ -523,3 +524,21 @@ def test_a_delete_of_the_catalogue_is_one_request(threads: ThreadPoolExecutor) -
         assert server.requests["POST"] == before + 1
         assert level.tier.delete(["ab/x"]) == [True]
         catalogue.close()
+
+
+@pytest.mark.parametrize("call", ["keep", "use_up"])
+def test_who_owns_the_store_is_looked_up_within_the_callers_deadline(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = Site().catalogue
+    left: list[float] = []
+
+    def look() -> None:
+        left.append(wait_s(20.0))
+        raise DeadlineError("the store hangs")
+
+    monkeypatch.setattr(catalogue._claim, "look", look)
+    plan = RestorePlan("catalogue", catalogue.generation, 4, (), 0, ())
+    with pytest.raises(DeadlineError):
+        getattr(catalogue, call)(plan, *([1.0] if call == "keep" else [1, 1.0]), deadline_s=0.5)
+    assert 0 < left[0] <= 0.5

@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -49,13 +49,14 @@ from tiered_cache.errors import (
     GeometryError,
     IdentityError,
     MissReason,
+    StaleError,
     StateError,
     TieredCacheError,
     TierError,
 )
 from tiered_cache.geometry import Geometry
 from tiered_cache.identity import CHECKPOINT, FrameKey, PrefixChain, Tokens
-from tiered_cache.index import RemovalReason
+from tiered_cache.index import FrameName, RemovalReason
 from tiered_cache.namespace import Namespace, descriptor_path
 from tiered_cache.policy.base import Hints
 from tiered_cache.policy.lru import LruPolicy
@@ -950,6 +951,69 @@ def test_a_sequence_that_ran_on_and_went_another_way_leaves_no_dead_rows(geometr
         hit = suspend(cache, other)
         check_books(cache)
         restore(cache, geometry, hit, other.tokens, own=other.offer(private=True))
+
+
+def test_a_ticket_that_somebody_has_survives_a_late_offer_of_an_earlier_suspension() -> None:
+    tokens = some_tokens(26)
+    with node(open_host()) as cache:
+        hit = suspend(cache, State(MIXED, tokens))
+        keys = [planned.key for planned in hit.frames]
+        assert cache.keep(hit.tickets, keys, 60.0)
+        spill(cache, State(MIXED, tokens[:14]), private=True)
+        assert cache.keep(hit.tickets, keys, 60.0)
+        assert cache.use_up(hit.tickets, 1, 60.0)
+
+
+def test_a_ticket_survives_a_restart_and_pressure_after_it(tmp_path: Path) -> None:
+    own = State(MIXED, some_tokens(26))
+    with node(open_disk(tmp_path, 100_000), checked=False) as cache:
+        hit = suspend(cache, own, DISK)
+        assert cache.keep(hit.tickets, [planned.key for planned in hit.frames], 60.0)
+    clock = Clock()
+    with node(open_disk(tmp_path, 100_000), clock=clock) as cache:
+        for seed in range(1, 20):
+            spill(cache, State(MIXED, some_tokens(26, seed)), durability=DISK)
+        assert cache.counters()["dropped.disk.evicted"] > 0
+        assert cache.keep(hit.tickets, [planned.key for planned in hit.frames], 60.0)
+        restore(cache, MIXED, hit, own.tokens, own=own.offer(private=True))
+        clock.now_s += 61.0
+        cache.unpin(-1)
+        assert not cache.keep(hit.tickets, [], 60.0)  # it has had its time
+
+
+def test_of_two_who_use_a_ticket_at_once_one_is_told_to_ask_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in both tiers: neither may take one half and find the other gone."""
+    own = State(MIXED, some_tokens(26))
+    with node(open_host(), open_disk(tmp_path)) as cache:
+        suspend(cache, own)
+        hit = suspend(cache, own, DISK)
+        level = cache._levels[0]
+        take = level.take
+
+        def meanwhile(names: Sequence[FrameName]) -> bool:
+            with pytest.raises(TierError, match="somebody else") as error:
+                cache.use_up(hit.tickets, 2, 60.0)
+            assert error.value.retryable
+            return take(names)
+
+        monkeypatch.setattr(level, "take", meanwhile)
+        assert cache.use_up(hit.tickets, 1, 60.0)
+        assert not cache.use_up(hit.tickets, 2, 60.0)
+        with pytest.raises(StaleError, match="resumed"):
+            cache.keep(hit.tickets, [], 60.0)
+
+
+def test_what_went_inside_a_block_is_missed_for_its_reason() -> None:
+    tokens = some_tokens(19)
+    with node(open_host()) as cache:
+        state = State(MIXED, tokens)
+        spill(cache, state, 16, 19)
+        cache._levels[0].drop([(state.chain.prefix_hash(19), RemovalReason.EVICTED)])
+        found = match(cache, MIXED, np.append(tokens, tokens[:1]))
+        assert found.hit is not None
+        assert (found.hit.tokens, found.reason) == (16, MissReason.EVICTED)
 
 
 def test_a_sequence_that_is_suspended_twice_keeps_what_it_was_restored_with() -> None:

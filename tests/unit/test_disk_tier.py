@@ -726,7 +726,7 @@ def test_no_failed_write_loses_what_was_acknowledged_or_keeps_the_tier_from_clos
     assert step > 30
 
 
-@pytest.mark.parametrize("ledger", [b"", bytes(300), b"tc-b", None])
+@pytest.mark.parametrize("ledger", [bytes(300), None])
 def test_a_tier_of_which_a_power_cut_has_taken_parts_is_a_tier(tmp_path: Path, ledger: bytes | None) -> None:
     """Also if something else has been put beside them meanwhile; what is somebody else's `ledger` is not taken."""
     root = tmp_path / "tier"
@@ -744,3 +744,45 @@ def test_a_tier_of_which_a_power_cut_has_taken_parts_is_a_tier(tmp_path: Path, l
     with pytest.raises(ConfigError, match="other things"):
         DiskTier(root, BUDGET)
     assert (root / "ledger").read_text() == "precious"
+
+
+@pytest.mark.parametrize("ledger", [b"", b"tc-b", bytes(20), b"tc-book1", None])
+@pytest.mark.parametrize("left", [[], ["tmp", "spare"]])
+def test_what_a_power_cut_may_have_left_is_a_tier_if_nothing_else_is_there(
+    tmp_path: Path, left: list[str], ledger: bytes | None
+) -> None:
+    root = tmp_path / "tier"
+    DiskTier(root, BUDGET).close()
+    for part in {"entries", "tmp", "spare", "quarantine", "holders"}.difference(left):
+        shutil.rmtree(root / part)
+    if ledger is not None:
+        (root / "ledger").write_bytes(ledger)
+    DiskTier(root, BUDGET).close()
+
+
+@pytest.mark.parametrize("what", ["empty", "short", "directory", "link", "pipe", "dotfiles"])
+def test_a_directory_of_somebody_elses_stays_as_it_is(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "home"
+    (root / "tmp" / "0123456789abcdef").mkdir(parents=True)
+    (root / "tmp" / "0123456789abcdef" / "0").write_text("precious")
+    (root / "README").write_text("mine")
+    match what:
+        case "empty":
+            (root / "ledger").touch()
+        case "short":
+            (root / "ledger").write_bytes(bytes(20))
+        case "directory":
+            (root / "ledger").mkdir()
+        case "link":
+            (root / "ledger").symlink_to(root / "README")
+        case "pipe":
+            os.mkfifo(root / "ledger")
+        case _:
+            shutil.rmtree(root / "tmp")
+            (root / "README").rename(root / ".bashrc")
+    root.chmod(0o755)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(ConfigError, match="other things"):
+        DiskTier(root, BUDGET)
+    assert sorted(root.rglob("*")) == before
+    assert root.stat().st_mode & 0o777 == 0o755

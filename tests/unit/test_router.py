@@ -604,6 +604,40 @@ def test_what_is_not_kept_after_all_runs_on_and_what_may_be_is_asked_again() -> 
     assert owner.calls[-1] == "wake"
 
 
+def test_a_node_that_is_away_says_nothing_about_its_tickets() -> None:
+    owner, tiering = FakeOwner("x", errors={"release": TierError("x is busy")}), FakeTiering()
+    router = router_of([owner], [tiering])
+    ticket = router.take_off(SOURCE, "a", Durability.HOST, deadline_s=5)
+    router.settle(SOURCE, ticket, deadline_s=5)
+    router.set_members({"x": owner}, {})
+    for ask in (lambda: router.settle(SOURCE, ticket, deadline_s=5), lambda: router.keep(ticket, deadline_s=5)):
+        with pytest.raises(TierError, match="not there") as error:
+            ask()
+        assert error.value.retryable
+    assert "wake" not in owner.calls
+
+
+def test_who_settles_late_does_not_wake_what_was_resumed_elsewhere() -> None:
+    owner, tiering = FakeOwner("x"), FakeTiering()
+    router = router_of([owner], [tiering])
+    ticket = router.take_off(SOURCE, "a", Durability.HOST, deadline_s=5)
+    tiering.errors["keep"] = StaleError("resumed")
+    with pytest.raises(StaleError, match="resumed"):
+        router.settle(SOURCE, ticket, deadline_s=5)
+    assert owner.calls == ["suspend", "release"]
+
+
+def test_a_worker_whose_answer_is_late_is_told_that_the_sequence_runs_on() -> None:
+    owner = FakeOwner("x", errors={"suspend": DeadlineError("slow")})
+    with pytest.raises(DeadlineError, match="slow"):
+        router_of([owner], [FakeTiering()]).suspend(SOURCE, "a", Durability.HOST, deadline_s=5)
+    assert owner.calls == ["suspend", "wake"]
+    refuses = FakeOwner("x", errors={"suspend": StaleError("it is suspended")})
+    with pytest.raises(StaleError):
+        router_of([refuses], [FakeTiering()]).suspend(SOURCE, "a", Durability.HOST, deadline_s=5)
+    assert refuses.calls == ["suspend"]  # that is somebody else's
+
+
 def test_a_resumption_whose_answer_is_lost_can_be_asked_for_again_by_its_asker_alone() -> None:
     tiering = FakeTiering(answers_lost={"use_up": DeadlineError("slow")})
     router, other = (router_of([FakeOwner("x")], [tiering]) for _ in range(2))

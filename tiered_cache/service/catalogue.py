@@ -157,13 +157,17 @@ class Catalogue:
 
     def keep(self, plan: RestorePlan, pin_s: float, *, deadline_s: float) -> bool:
         """As that of a tiering service."""
-        self._claim.look()
-        return self._listing().keep(plan, pin_s, deadline_s=deadline_s)
+        deadline = Deadline.after(deadline_s, self._clock)
+        with until(deadline):
+            self._claim.look()
+        return self._listing().keep(plan, pin_s, deadline_s=deadline.left_s("keep"))
 
     def use_up(self, plan: RestorePlan, by: int, again_s: float, *, deadline_s: float) -> bool:
         """As that of a tiering service."""
-        self._claim.look()
-        return self._listing().use_up(plan, by, again_s, deadline_s=deadline_s)
+        deadline = Deadline.after(deadline_s, self._clock)
+        with until(deadline):
+            self._claim.look()
+        return self._listing().use_up(plan, by, again_s, deadline_s=deadline.left_s("use up"))
 
     def let_go(self, tickets: tuple[FrameKey, ...], *, kept: bool = True, deadline_s: float) -> None:
         """As that of a tiering service."""

@@ -266,7 +266,12 @@ class RestoreRouter:
         deadline = attempt.deadline
         checked(source, SequenceRef)
         owner, tiering = _known(attempt.owners, source.owner), _known(attempt.tierings, node)
-        suspension = owner.suspend(source, deadline_s=deadline.left_s("suspend"))
+        try:
+            suspension = owner.suspend(source, deadline_s=deadline.left_s("suspend"))
+        except TierError:  # it may have stopped all the same
+            with suppress(TieredCacheError):
+                owner.wake(source, deadline_s=deadline.last_step_s(self._settings.ask_s))
+            raise
         try:
             result = tiering.spill(
                 suspension.offer,
@@ -286,26 +291,35 @@ class RestoreRouter:
     def settle(self, source: SequenceRef, ticket: Ticket, *, deadline_s: float) -> None:
         """The second step: whoever has the ticket of a sequence that was taken off says so. Idempotent.
 
-        Raises `StaleError` if it is not kept, and lets it run on then; on any other error it can be asked again.
+        Raises `StaleError` if it is not kept, and lets it run on then, unless it was resumed; on any other error it can
+        be asked again.
         """
         attempt = self._attempt(deadline_s)
-        checked(source, SequenceRef)
+        owner = _known(attempt.owners, checked(source, SequenceRef).owner)
         last_step_s = attempt.deadline.last_step_s(self._settings.ask_s)
         try:
-            self._keep(ticket, attempt)
-        except StaleError:
+            is_kept = self._is_kept(ticket, attempt)
+        except StaleError:  # it was resumed: it lives elsewhere
             with suppress(TieredCacheError):
-                _known(attempt.owners, source.owner).wake(source, deadline_s=last_step_s)
+                owner.release(source, deadline_s=last_step_s)
             raise
+        if not is_kept:
+            with suppress(TieredCacheError):
+                owner.wake(source, deadline_s=last_step_s)
+            raise _not_kept(ticket)
         self._count("suspends")
         try:
-            _known(attempt.owners, source.owner).release(source, deadline_s=last_step_s)
+            owner.release(source, deadline_s=last_step_s)
         except TieredCacheError:  # its state is safe; there it stays suspended, if it still is there
             self._count("suspends.not_released")
 
     def keep(self, ticket: Ticket, *, deadline_s: float) -> None:
-        """Keep a suspended sequence for `suspend_pin_s` seconds from now. Raises `StaleError` if it is not there."""
-        self._keep(ticket, self._attempt(deadline_s))
+        """Keep a suspended sequence for `suspend_pin_s` seconds from now.
+
+        Raises `StaleError` if it is not there, or was resumed.
+        """
+        if not self._is_kept(ticket, self._attempt(deadline_s)):
+            raise _not_kept(ticket)
 
     def let_go(self, ticket: Ticket, *, deadline_s: float) -> None:
         """A suspended sequence's own frames are not needed any more: it was resumed, or never will be."""
@@ -342,11 +356,13 @@ class RestoreRouter:
 
     # Within
 
-    def _keep(self, ticket: Ticket, attempt: _Attempt) -> None:
+    def _is_kept(self, ticket: Ticket, attempt: _Attempt) -> bool:
+        """Keep a suspended sequence for `suspend_pin_s` seconds from now; False if it is not there."""
         plan = checked(ticket, Ticket).plan
-        port = _known(attempt.pinning, plan.node)
-        if not port.keep(plan, self._settings.suspend_pin_s, deadline_s=attempt.deadline.left_s("keep")):
-            raise StaleError("the suspended sequence is not there: resumed, lost, or its time ran out", None, plan.node)
+        port = attempt.pinning.get(plan.node)
+        if port is None:  # which says nothing about what it holds
+            raise TierError("the ticket's node is not there", None, plan.node, retryable=True)
+        return port.keep(plan, self._settings.suspend_pin_s, deadline_s=attempt.deadline.left_s("keep"))
 
     def _attempt(self, deadline_s: float) -> _Attempt:
         with self._lock:
@@ -527,6 +543,10 @@ class RestoreRouter:
     def _count(self, what: str) -> None:
         with self._lock:
             self._counters[what] += 1
+
+
+def _not_kept(ticket: Ticket) -> StaleError:
+    return StaleError("the suspended sequence is not there: lost, or its time ran out", None, ticket.plan.node)
 
 
 def _consequence(error: TieredCacheError) -> tuple[Then, MissReason]:

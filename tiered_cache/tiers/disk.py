@@ -62,11 +62,12 @@ from tiered_cache.tiers.base import (
     reason_slug,
 )
 from tiered_cache.tiers.directory import Directory, Listed
-from tiered_cache.tiers.ledger import ORPHANS, Books, Ledger, is_ledger
+from tiered_cache.tiers.ledger import LEDGER, ORPHANS, Books, Ledger, is_ledger
 
 ENTRY_BYTES = 512
 """Charged for an entry's inode and name, besides its blocks."""
 _PARTS = ("entries", "quarantine", "spare", "tmp", "holders")
+_FILE_SYSTEMS_OWN = ("lost+found", ".snapshot", ".snapshots", ".zfs")
 SUFFIX = ".blob"
 _HOLDER = re.compile(r"[0-9a-f]{16}")
 _SPARE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
@@ -176,7 +177,8 @@ class DiskTier(Tier):
         names = set(self._directory.names(""))
         if names.issuperset(_PARTS) or (names.intersection(_PARTS) and is_ledger(self._directory)):
             return True  # a power cut may have taken some of them
-        return all(name in _PARTS or name.startswith(".") or name == "lost+found" for name in names)
+        names -= {*_PARTS, *_FILE_SYSTEMS_OWN}
+        return not names or (names == {LEDGER} and is_ledger(self._directory, torn=True))
 
     @property
     def bytes_max(self) -> int:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 
-from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TierError
+from tiered_cache.errors import CapacityError, ConfigError, DeadlineError, TieredCacheError, TierError
 from tiered_cache.tiers.directory import Directory
 
 LEDGER = "ledger"
@@ -77,17 +77,25 @@ class Books:
             self.reserved.pop(holder, None)
 
 
-def is_ledger(directory: Directory) -> bool:
-    """Whether the directory has the file of a `Ledger`, which may be torn: it is never synced."""
+def is_ledger(directory: Directory, *, torn: bool = False) -> bool:
+    """Whether the directory has the file of a `Ledger`, or, with `torn`, what a power cut may have left of one.
+
+    It is never synced: what is left may be shorter, or zeros.
+    """
     if LEDGER not in directory.names(""):
         return False
-    fd = directory.open(LEDGER)
     try:
-        head = bytearray(len(_MAGIC))
+        fd = directory.open(LEDGER)
+    except (OSError, TieredCacheError):
+        return False
+    try:
+        head = bytearray(_HEAD.size)
         head = head[: directory.read(fd, memoryview(head), 0)]
     finally:
         directory.close_file(fd)
-    return not any(head) or head == _MAGIC[: len(head)]
+    if torn:
+        return not any(head) or head[: len(_MAGIC)] == _MAGIC[: len(head)]
+    return len(head) == _HEAD.size and (not any(head) or head.startswith(_MAGIC))
 
 
 class Ledger:

@@ -1,7 +1,8 @@
 """`WitnessedTier`: of a tier that dies with its process, a file remembers the names, so that its loss is known.
 
 What was written into the file outlives the process, however it dies. It need not outlive the node, so nothing is ever
-synced, and it is removed when the tier is closed. Nothing that is there is taken from it: what it names is gone.
+synced, and it is removed when the tier is closed. What it names is gone: nothing is ever taken from there. A death is
+told once, to the process that comes next. The file may be on a disk that hangs: nobody waits for it.
 
     file = slot ...        slot = length of path u16 | footprint u64 | path [246]          little-endian, 0: free
 """
@@ -16,12 +17,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tiered_cache.deadline import CLOSE_S
 from tiered_cache.errors import TierError
+from tiered_cache.executors import DaemonExecutor
 from tiered_cache.tiers.base import PutItem, PutOutcome, Reservation, Tier, TierEntry, is_path
 from tiered_cache.tiers.wrappers import WrappedTier
 
 SLOTS_MAX = 1 << 16
 """How many names are remembered, at most; of what is more, a loss is not known."""
+UNWRITTEN_MAX = 1 << 12
+"""A file that lags so many writes behind is given up."""
 _HEAD = struct.Struct("<HQ")
 _SLOT_BYTES = 256  # within one page of the system: a process that dies does not tear it
 _PATH_BYTES_MAX = _SLOT_BYTES - _HEAD.size
@@ -29,89 +34,103 @@ _FREE = bytes(_HEAD.size)
 
 
 class Witness:
-    """The names that are in a tier now, and those that were in it when an earlier process died."""
+    """Writes down the names that are in a tier now, and tells those that were in it when an earlier process died."""
 
     def __init__(self, path: Path, slots_max: int = SLOTS_MAX) -> None:
         """Raises `TierError` if the file cannot be had, or a process that is alive keeps it."""
         self._path = path
         self._slots_max = slots_max
-        self._lock = threading.Lock()
-        self._noted: dict[str, int] = {}
-        self._lost: dict[str, tuple[int, int]] = {}  # slot and footprint; the oldest first, as far as slots tell
-        self._free: list[int] = []
-        file = -1
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            content = os.pread(file, slots_max * _SLOT_BYTES, 0)
+            self._file = _open_alone(path)
+            content = os.pread(self._file, slots_max * _SLOT_BYTES, 0)
+            os.ftruncate(self._file, 0)
         except OSError as error:
-            if file >= 0:
-                os.close(file)
             raise TierError(f"no file of names: {error}", str(path)) from error
-        self._file: int | None = file
-        self._slots = -(-len(content) // _SLOT_BYTES)
-        for slot in range(self._slots):
-            entry = _parse(content[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES])
-            if entry is None or entry.path in self._lost:
-                self._free.append(slot)
-            else:
-                self._lost[entry.path] = slot, entry.bytes
-
-    def lost(self) -> list[TierEntry]:
-        """What died with earlier processes and has not come again since, with its footprint."""
-        with self._lock:
-            return [TierEntry(path, bytes_) for path, (_, bytes_) in self._lost.items()]
+        entries = (_parse(content[start : start + _SLOT_BYTES]) for start in range(0, len(content), _SLOT_BYTES))
+        self.lost: Sequence[TierEntry] = [entry for entry in entries if entry is not None]
+        """What died with the process before, with its footprint."""
+        self._lock = threading.Lock()
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._unwritten = 0
+        self._is_over = False
+        self._writer = DaemonExecutor(1, "witness")
 
     def note(self, path: str, footprint: int) -> None:
         """It is there now, or will be in a moment."""
         name = path.encode()
         with self._lock:
-            slot = self._slot_for(path) if len(name) <= _PATH_BYTES_MAX else None
-            if slot is not None and self._write(slot, _HEAD.pack(len(name), footprint) + name):
-                self._noted[path] = slot
+            if path in self._slots or len(name) > _PATH_BYTES_MAX:
+                return
+            if not self._free:
+                if len(self._slots) == self._slots_max:
+                    return
+                self._free.append(len(self._slots))
+            slot = self._slots[path] = self._free.pop()
+            self._write_later(slot, _HEAD.pack(len(name), footprint) + name)
 
     def strike(self, paths: Iterable[str]) -> None:
         """They are not there any more, and this is known."""
         with self._lock:
             for path in paths:
-                slot = self._noted.pop(path, None)
-                if slot is not None and self._write(slot, _FREE):
+                slot = self._slots.pop(path, None)
+                if slot is not None:
                     self._free.append(slot)
+                    self._write_later(slot, _FREE)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was said is written down. Raises `TimeoutError`."""
+        self._writer.submit(lambda: None).result(timeout_s)
 
     def close(self) -> None:
         """Nothing is lost that was closed: the file goes. A second call does nothing."""
         with self._lock:
-            self._end()
+            self._end_later()
+        with suppress(TimeoutError):
+            self.flush(CLOSE_S)
 
-    def _slot_for(self, path: str) -> int | None:
-        """A place for one more name: the one of what was lost, of this name or else the oldest, if no other is free."""
-        if self._file is None or path in self._noted:
-            return None
-        if path in self._lost:
-            return self._lost.pop(path)[0]
-        if self._free:
-            return self._free.pop()
-        if self._slots < self._slots_max:
-            self._slots += 1
-            return self._slots - 1
-        return self._lost.pop(next(iter(self._lost)))[0] if self._lost else None
+    def _write_later(self, slot: int, content: bytes) -> None:
+        if self._unwritten == UNWRITTEN_MAX:
+            self._end_later()
+        elif not self._is_over:
+            self._unwritten += 1
+            self._writer.submit(self._write, slot, content)
 
-    def _write(self, slot: int, content: bytes) -> bool:
-        """A witness that cannot write says nothing any more: it would say what is wrong."""
+    def _end_later(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._writer.submit(self._end)
+
+    def _write(self, slot: int, content: bytes) -> None:
+        """A witness that cannot write ends: it would say what is wrong."""
         try:
-            if self._file is not None and os.pwrite(self._file, content, slot * _SLOT_BYTES) == len(content):
-                return True
+            written = os.pwrite(self._file, content, slot * _SLOT_BYTES)
         except OSError:
-            pass
-        self._end()
-        return False
+            written = 0
+        with self._lock:
+            self._unwritten -= 1
+            if written != len(content):
+                self._end_later()
 
     def _end(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def _open_alone(path: Path) -> int:
+    """The file of this name, created if it is not there, and locked. Raises `OSError`."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), path.lstat()):
+                    return file
+        except BaseException:
             os.close(file)
+            raise
+        os.close(file)  # who had it before has removed it meanwhile
 
 
 def _parse(slot: bytes) -> TierEntry | None:
@@ -130,7 +149,7 @@ class WitnessedTier(WrappedTier):
         self._witness = witness
 
     def lost(self) -> Sequence[TierEntry]:
-        return self._witness.lost()
+        return self._witness.lost
 
     def put(self, items: Sequence[PutItem], reservation: Reservation) -> Sequence[PutOutcome]:
         for item in items:  # before it is there: somebody may delete it as soon as it is
