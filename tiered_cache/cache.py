@@ -700,12 +700,8 @@ class TieredCache:
         with self._lock:
             if not offer.private or not self._index.is_elsewhere(private, offer):
                 return
-            pins = [pin for of, pin in self._suspended.items() if of.private == private]
-            if any(self._pins[pin].kept for pin in pins):
-                return  # somebody has its ticket: then this offer is an earlier one, and comes late
-            for pin in pins:
-                self._end_pin(pin)
-            self._left.append(private)
+            if not any(of.private == private for of in self._suspended):  # else somebody may have its ticket
+                self._left.append(private)
 
     def _drop_left(self) -> None:
         with self._lock:
