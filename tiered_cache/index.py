@@ -612,9 +612,6 @@ class PrefixIndex:
             if reason is None and top < chain.blocks:  # or why no rows reach to a checkpoint further on
                 reason = self._removals.get(chain.block_hash(top + 1))
             return found if reason is None or found is not MissReason.NO_CHECKPOINT else _miss(reason)
-        inside = self._removals.get(chain.prefix_hash(tokens_max)) if tokens_max % chain.block_tokens else None
-        if inside is not None:
-            return _miss(inside)
         if top >= chain.blocks:
             return MissReason.NOT_STORED
         node, reason = self._tree.nodes.get(chain.block_hash(top + 1)), self._removals.get(chain.block_hash(top + 1))

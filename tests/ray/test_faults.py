@@ -43,8 +43,12 @@ def host_usage(cluster: RayCluster) -> TierUsage:
 def restart(port: Port) -> None:
     """Kill an actor's process, and wait until that is noticed and the next one answers."""
     ray.kill(ray.get_actor(port.actor, namespace=RAY_NAMESPACE), no_restart=False)
+    wait_for(port)
+
+
+def wait_for(port: Port, *, died: bool = False) -> None:
+    """Wait until an actor that was killed is noticed to have `died`, and the next one answers."""
     until_s = time.monotonic() + 120
-    died = False
     while True:
         assert time.monotonic() < until_s
         try:
@@ -186,7 +190,7 @@ def test_a_tiering_actor_that_dies_takes_what_was_in_memory_alone(start: Start, 
     while_away = compute(cluster, longer, deadline_s=10)
     assert time.monotonic() - started_s < 10 + GRACE_S + NOISE_S
     assert while_away.mark == never_moved(MODEL, longer)
-    restart(cluster.tierings[node])
+    wait_for(cluster.tierings[node], died=True)
     found = compute(cluster, longer)
     assert found.placement.restored_tokens == 100
     assert found.mark == never_moved(MODEL, longer)

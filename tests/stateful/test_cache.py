@@ -293,7 +293,12 @@ class CacheMachine(RuleBasedStateMachine):
         if ticket is None:
             return
         tickets, in_time = ticket.hit.tickets, self.in_time(ticket.hit.tickets)
-        if self.cache.keep(tickets, [planned.key for planned in ticket.hit.frames], pin_s):
+        try:
+            kept = self.cache.keep(tickets, [planned.key for planned in ticket.hit.frames], pin_s)
+        except StaleError:
+            assert tickets in self.used
+            return
+        if kept:
             assert tickets not in self.used
             self.pinned[tickets] = self.clock.now_s + pin_s, True
         else:

@@ -1005,17 +1005,6 @@ def test_of_two_who_use_a_ticket_at_once_one_is_told_to_ask_again(
             cache.keep(hit.tickets, [], 60.0)
 
 
-def test_what_went_inside_a_block_is_missed_for_its_reason() -> None:
-    tokens = some_tokens(19)
-    with node(open_host()) as cache:
-        state = State(MIXED, tokens)
-        spill(cache, state, 16, 19)
-        cache._levels[0].drop([(state.chain.prefix_hash(19), RemovalReason.EVICTED)])
-        found = match(cache, MIXED, np.append(tokens, tokens[:1]))
-        assert found.hit is not None
-        assert (found.hit.tokens, found.reason) == (16, MissReason.EVICTED)
-
-
 def test_a_sequence_that_is_suspended_twice_keeps_what_it_was_restored_with() -> None:
     tokens = some_tokens(22)
     with node(open_host()) as cache:
