@@ -167,6 +167,15 @@ def test_how_far_the_default_goes_from_lru_to_what_is_feasible(trace: str, capac
     assert default - lru >= share * (bounds.feasible_tokens - lru)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the shared traces are not here")
+@pytest.mark.parametrize(("capacity_gb", "percent"), [(57, 15.2), (115, 22.0), (286, 33.1)])
+def test_what_callers_know_of_their_sessions_is_worth_much(capacity_gb: int, percent: float) -> None:
+    requests = list(Trace(TRACES / "mooncake_conversation_b512.jsonl.gz"))
+    result = simulate(requests, 512, "default", [TierModel("host", capacity_gb * GB)], hints=hints_of(requests, 512))
+    assert 100 * result.hit_rate >= percent
+
+
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the shared traces are not here")
 def test_bounds_are_those_of_the_reference() -> None:
     requests = list(Trace(TRACES / "sharegpt100_sps1_tok.jsonl.gz"))
