@@ -1618,8 +1618,8 @@ class TieredCache:
     def _pin_found(self, level: Level) -> None:
         """Keep the suspended sequences that were found in a tier: somebody may have their tickets."""
         with self._lock:
-            for name in self._index.all_tickets(level.name):
-                of = _Suspended(key_of(name).namespace, name.private, key_of(name).prefix)
+            for key in map(key_of, self._index.all_tickets(level.name)):
+                of = _suspended_of([key])
                 if of not in self._suspended and of not in self._used and of.private not in self._left:
                     self._pin_suspended(of, self._clock() + FOUND_PIN_S, kept=True)
 

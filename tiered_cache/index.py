@@ -230,15 +230,16 @@ class PrefixIndex:
 
     def tickets(self, namespace: Hashable, lineage: int, tier: str) -> list[FrameName]:
         """The tickets of a suspended sequence that a tier holds: one a rank."""
-        index, checkpoint = self._tree.by_name[tier].index, self._tree.checkpoints.get((namespace, lineage))
-        frames = checkpoint.frames.items() if checkpoint else ()
-        return [name for name, frame in frames if name.group == TICKET and frame.stored[index] >= 0]
+        checkpoint = self._tree.checkpoints.get((namespace, lineage))
+        return self._tickets_of([checkpoint] if checkpoint else [], tier)
 
     def all_tickets(self, tier: str) -> list[FrameName]:
         """Every suspended sequence's tickets that a tier holds."""
+        return self._tickets_of((c for c in self._tree.checkpoints.values() if c.private), tier)
+
+    def _tickets_of(self, checkpoints: Iterable[Checkpoint], tier: str) -> list[FrameName]:
         index = self._tree.by_name[tier].index
-        suspended = (checkpoint for checkpoint in self._tree.checkpoints.values() if checkpoint.private)
-        frames = (pair for checkpoint in suspended for pair in checkpoint.frames.items())
+        frames = (pair for checkpoint in checkpoints for pair in checkpoint.frames.items())
         return [name for name, frame in frames if name.group == TICKET and frame.stored[index] >= 0]
 
     def is_elsewhere(self, checkpoint: PrefixId, chain: Chain) -> bool:
